@@ -1,0 +1,45 @@
+"""The task graph and its engine: DSL, plugins, scheduling, runs and the command line.
+
+Names are loaded when first used, so that importing the package stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .dsl import Pipeline, node, publish, rollout, score, source, train, use
+    from .hookspecs import hookimpl
+    from .types import Invalid, Prompt, Rollout, RolloutGroup, ScoredGroup, ScoreResult
+
+__all__ = [
+    "Invalid",
+    "Pipeline",
+    "Prompt",
+    "Rollout",
+    "RolloutGroup",
+    "ScoreResult",
+    "ScoredGroup",
+    "hookimpl",
+    "node",
+    "publish",
+    "rollout",
+    "score",
+    "source",
+    "train",
+    "use",
+]
+
+_TYPES = ("Invalid", "Prompt", "Rollout", "RolloutGroup", "ScoreResult", "ScoredGroup")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "types" if name in _TYPES else "hookspecs" if name == "hookimpl" else "dsl"
+    return getattr(import_module(f".{module}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,35 @@
+"""Whether a finished group may be trained on: verifier, plugins' hook, then the staleness bound."""
+
+from __future__ import annotations
+
+from .plugin_manager import Plugins
+from .resolve import ResolvedPipeline
+from .types import ScoredGroup
+
+
+class Admission:
+    """Decides about one group at a time; called on the trainer thread, in ledger order."""
+
+    def __init__(self, pipeline: ResolvedPipeline, plugins: Plugins) -> None:
+        (rollout,) = pipeline.by_role("rollout")
+        self._hook = plugins.hook
+        self._max_staleness = pipeline.options.max_staleness
+        self._verifier = None
+        if rollout.options.verifier:
+            component = plugins.component("verifier", rollout.options.verifier)
+            self._verifier = component(component.Config())
+
+    def __call__(self, scored: ScoredGroup) -> str:
+        """The reason to drop the group; empty to admit it."""
+        group = scored.group
+        if self._verifier is not None:
+            refused = self._verifier.verify(group)
+            if refused is not None:
+                return f"verifier: {refused}"
+        staleness = group.step - 1 - group.oldest_version
+        decided: str | None = self._hook.admit_group(
+            group=group, staleness=staleness, max_staleness=self._max_staleness
+        )
+        if decided is not None:
+            return decided
+        return "stale" if staleness > self._max_staleness else ""

@@ -1,0 +1,114 @@
+"""What a commit holds beside the weights, and how a trained step becomes one."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from .accounting import Accounting
+from .batching import batch_to_columns, batch_values
+from .driver import Committed
+from .interfaces import Trainer
+from .plugin_manager import Plugins
+from .resolve import ResolvedPipeline
+from .training import StepOutcome, ledger_table
+
+if TYPE_CHECKING:
+    from ..storage.publisher import Publisher
+    from ..storage.records import CommitInfo
+
+RECORDED_PACKAGES = ("torch", "numpy", "zarr", "icechunk", "deltaloom")
+
+
+class Committer:
+    """Commits trained steps through a publisher; called on the committer thread."""
+
+    def __init__(self, publisher: Publisher, plugins: Plugins, *, config_digest: str) -> None:
+        self._publisher = publisher
+        self._hook = plugins.hook
+        self._config_digest = config_digest
+
+    def __call__(self, outcome: StepOutcome, *, accounting: Accounting) -> Committed:
+        """One atomic commit of weights, ledger, batch, state and metrics."""
+        self._hook.before_policy_publish(version=outcome.step)
+        try:
+            info = self._publisher.publish(
+                outcome.policy,
+                version=outcome.step,
+                tables={
+                    "ledger": ledger_table(outcome.rows),
+                    "batch": (batch_values(outcome.batch), batch_to_columns(outcome.batch)),
+                },
+                state=(outcome.state.values, outcome.state.arrays) if outcome.state else None,
+                attributes={
+                    "step": outcome.step,
+                    "cursor": {"next_step": outcome.step + 1},
+                    "metrics": dict(outcome.metrics),
+                    "accounting": accounting.to_json(),
+                    "config_digest": self._config_digest,
+                },
+            )
+        except BaseException as error:
+            self._hook.on_policy_error(version=outcome.step, error=error)
+            raise
+        committed = committed_of(info)
+        self._hook.after_policy_publish(
+            version=info.version, snapshot_id=info.snapshot_id, num_bytes=info.weight_bytes
+        )
+        return committed
+
+
+def commit_initial(
+    publisher: Publisher, trainer: Trainer, pipeline: ResolvedPipeline, *, pipeline_source: str
+) -> CommitInfo:
+    """Commit v0: the base model, whole, with the trainer's state and how the run was set up."""
+    state = trainer.state()
+    return publisher.publish(
+        trainer.policy(),
+        version=0,
+        state=(state.values, state.arrays),
+        attributes={
+            "step": 0,
+            "cursor": {"next_step": 1},
+            "metrics": {},
+            "accounting": Accounting().to_json(),
+            "config_digest": pipeline.config_digest,
+            "config": dict(pipeline.config),
+            "pipeline_source": pipeline_source,
+            "environment": environment(pipeline),
+        },
+    )
+
+
+def committed_of(info: CommitInfo) -> Committed:
+    """A commit as the driver sees it."""
+    return Committed(
+        version=info.version,
+        snapshot_id=info.snapshot_id,
+        weight_bytes=info.weight_bytes,
+        dense_bytes=info.dense_bytes,
+        is_anchor=info.is_anchor,
+    )
+
+
+def environment(pipeline: ResolvedPipeline) -> Mapping[str, Any]:
+    """What bits may depend on beside the configuration: versions, threads, processor."""
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "packages": {name: _package_version(name) for name in RECORDED_PACKAGES},
+        "worker_threads": pipeline.options.worker_threads,
+        "trainer_threads": pipeline.options.trainer_threads,
+        "num_processors": os.cpu_count(),
+    }
+
+
+def _package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,440 @@
+"""The driver: executes the instructions of `task_state`, and turns what happens into its events.
+
+    thread          consumes                   produces            waits for, at most
+    main            executor events,           tasks, training,    `stall_seconds` without any
+                    completions                commits             progress
+    trainer         groups of one step         next version,       `train.timeout_seconds`
+                                               ledger rows
+    committer       one trained version        one commit          `publish.timeout_seconds`
+
+A task's deadline is the executor's. Whoever is late is named in a `DeadlineError` or `TaskFault`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .accounting import Accounting, Ledger, LedgerRow
+from .background import BackgroundThread, Completion
+from .errors import DeadlineError, RunError, RunErrorCode, TaskError
+from .executor import (
+    Executor,
+    ExecutorEvent,
+    TaskFault,
+    TaskResult,
+    TaskSpec,
+    WorkerJoined,
+    WorkerLeft,
+)
+from .plan import Plan
+from .resolve import ResolvedPipeline
+from .score_faults import Decided, exclude_culprit
+from .seeds import derive_seed
+from .task_state import (
+    Complete,
+    Event,
+    GiveUp,
+    Instruction,
+    Publish,
+    StepTrained,
+    Stop,
+    Submit,
+    TaskFailed,
+    TaskFinished,
+    TaskId,
+    TaskState,
+    Train,
+    VersionPublished,
+)
+from .training import StepOutcome, StepResult
+from .types import ScoredGroup
+from .wire import PORT_CODECS, score_to_json, unpack_prompts
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A committed version as the driver and its observers see it."""
+
+    version: int
+    snapshot_id: str
+    weight_bytes: int
+    dense_bytes: int
+    is_anchor: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One finished step, for progress, trackers and the summary.
+
+    `committed` is None in runs that do not train.
+    """
+
+    step: int
+    steps: int
+    committed: Committed | None
+    metrics: Mapping[str, float]
+    accounting: Accounting
+    elapsed_seconds: float
+
+
+class TrainingRole(Protocol):
+    """Trains a step; called on the trainer thread, one step at a time."""
+
+    def __call__(
+        self,
+        *,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        open_rows: Mapping[str, LedgerRow],
+        lost: Mapping[str, str],
+    ) -> StepResult: ...
+
+
+class CommittingRole(Protocol):
+    """Commits a trained step; called on the committer thread, one version at a time."""
+
+    def __call__(self, outcome: StepOutcome, *, accounting: Accounting) -> Committed: ...
+
+
+class Observer(Protocol):
+    """Is told what happens, on the main thread."""
+
+    def on_task(self, result: TaskResult, *, started_seconds: float) -> None: ...
+
+    def on_fault(self, fault: TaskFault) -> None: ...
+
+    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the driver holds of a step between training and its commit."""
+
+    outcome: StepResult
+    accounting: Accounting
+
+
+class Driver:
+    """Runs a plan to its end. Built for one run; `run` is called once.
+
+    `heads` maps policy versions that rollouts may still need to snapshot ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        pipeline: ResolvedPipeline,
+        plan: Plan,
+        state: TaskState,
+        executor: Executor,
+        ledger: Ledger,
+        training: TrainingRole,
+        committing: CommittingRole,
+        observers: Sequence[Observer],
+        heads: Mapping[int, str],
+    ) -> None:
+        self._pipeline = pipeline
+        self._plan = plan
+        self._state = state
+        self._executor = executor
+        self._ledger = ledger
+        self._training = training
+        self._committing = committing
+        self._observers = observers
+        self._heads = dict(heads)
+        self._results: dict[TaskId, bytes] = {}
+        self._num_items: dict[TaskId, int] = {}
+        self._decided: dict[TaskId, Decided] = {}
+        self._lost: dict[TaskId, str] = {}
+        self._trained: dict[int, _Step] = {}
+        self._empty_steps = 0
+        self._trainer = BackgroundThread("trainer", notify=executor.wake)
+        self._committer = BackgroundThread("committer", notify=executor.wake)
+        self._started = self._progressed = time.monotonic()
+
+    def run(self) -> None:
+        """Execute instructions until the last step is committed.
+
+        Raises `TaskError`, `DeadlineError` or `RunError`, or what training or committing raised.
+        """
+        pending: deque[Instruction] = deque(self._state.start())
+        while True:
+            while pending:
+                if isinstance(instruction := pending.popleft(), Complete):
+                    return
+                self._execute(instruction)
+            for event in self._events():
+                pending.extend(self._state.handle(event))
+
+    def finish_commit(self, *, timeout_seconds: float) -> bool:
+        """Let a commit in progress finish; False if it did not in time."""
+        return self._committer.close(timeout_seconds=timeout_seconds)
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case Submit():
+                self._submit(instruction)
+            case Train(step=step):
+                self._train(step)
+            case Publish(version=version):
+                self._commit(version)
+            case GiveUp(task=task, reason=reason):
+                self._lost[TaskId(self._rollout_name(), task.step, task.shard)] = reason
+            case Stop(task=task, reason=reason):
+                version = self._state.template.required_version(task.step)
+                raise TaskError(
+                    f"task {task} (policy version {version}) failed: {reason}.",
+                    code=RunErrorCode.TASK_FAILED,
+                )
+            case Complete():
+                return
+
+    def _events(self) -> list[Event]:
+        """Wait for something to happen and say it in the state machine's terms."""
+        events: list[Event] = []
+        for event in self._executor.poll(timeout_seconds=POLL_SECONDS):
+            self._progressed = time.monotonic()
+            events += self._on_executor_event(event)
+        events += [self._on_trained(done) for done in self._trainer.completed()]
+        events += [self._on_committed(done) for done in self._committer.completed()]
+        if not events:
+            self._check_deadlines()
+        return events
+
+    def _on_executor_event(self, event: ExecutorEvent) -> list[Event]:
+        match event:
+            case TaskResult():
+                return self._on_result(event)
+            case TaskFault():
+                return [self._on_fault(event)]
+            case WorkerJoined() | WorkerLeft():
+                for observer in self._observers:
+                    observer.on_worker(event)
+        return []
+
+    def _on_result(self, result: TaskResult) -> list[Event]:
+        started = time.monotonic() - self._started - result.seconds
+        for observer in self._observers:
+            observer.on_task(result, started_seconds=started)
+        if result.task.step > self._state.trained and result.task not in self._results:
+            self._results[result.task] = result.output
+            self._num_items[result.task] = result.num_items
+            if result.task.node in self._state.template.outputs:
+                rollout = TaskId(self._rollout_name(), result.task.step, result.task.shard)
+                rows = self._ledger.open_rows(task=str(rollout))
+                self._ledger.buffer(row.group_id for row in rows)
+        return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
+
+    def _on_fault(self, fault: TaskFault) -> TaskFailed:
+        for observer in self._observers:
+            observer.on_fault(fault)
+        excluded = self._exclude(fault)
+        if excluded is not None:
+            self._decided[fault.task] = excluded
+        where = f"{fault.reason} (worker {fault.worker})"
+        return TaskFailed(
+            task=fault.task,
+            attempt=fault.attempt,
+            reason=where,
+            retryable=fault.retryable,
+            excused=excluded is not None,
+        )
+
+    def _exclude(self, fault: TaskFault) -> Decided | None:
+        node = self._pipeline.nodes[fault.task.node]
+        if node.spec.role != "score":
+            return None
+        (rollout,) = self._pipeline.by_role("rollout")
+        groups = self._num_items[TaskId(rollout.name, fault.task.step, fault.task.shard)]
+        return exclude_culprit(
+            fault,
+            self._decided.get(fault.task, {}),
+            num_rollouts=groups * rollout.options.group_size,
+            max_timeouts=node.options.max_timeouts_per_task,
+        )
+
+    def _submit(self, instruction: Submit) -> None:
+        task = instruction.task
+        node = self._pipeline.nodes[task.node]
+        template = self._state.template.node(task.node)
+        version = self._state.template.required_version(task.step)
+        sources = [
+            TaskId(name, task.step, task.shard if self._state.template.node(name).sharded else 0)
+            for name in template.inputs
+        ]
+        if template.needs_policy:
+            self._dispatch_rows(task, self._results[sources[0]])
+        decided = self._decided.get(task, {})
+        values = {
+            "chain": list(self._plan.chain_of(task.node)),
+            "skip": {str(i): score_to_json(score) for i, score in decided.items()},
+        }
+        self._executor.submit(
+            TaskSpec(
+                task=task,
+                attempt=instruction.attempt,
+                priority=(task.step, instruction.order, task.shard),
+                inputs=tuple(self._results[source] for source in sources),
+                values=values,
+                deadline_seconds=node.options.timeout_seconds,
+                version=version if template.needs_policy else -1,
+                snapshot_id=self._heads.get(version, "") if template.needs_policy else "",
+            )
+        )
+
+    def _dispatch_rows(self, task: TaskId, prompts: bytes) -> None:
+        node = self._pipeline.nodes[task.node]
+        first = task.shard * node.options.prompts_per_task
+        chosen = unpack_prompts(prompts)[first : first + node.options.prompts_per_task]
+        seed = self._pipeline.options.seed
+        self._ledger.dispatch(
+            LedgerRow(
+                group_id=f"{task.step}/{first + index}",
+                step=task.step,
+                prompt_id=prompt.id,
+                num_rollouts=node.options.group_size,
+                task=str(task),
+                first_seed=derive_seed(seed, node.name, task.step, first + index, 0),
+            )
+            for index, prompt in enumerate(chosen)
+        )
+
+    def _train(self, step: int) -> None:
+        tasks = self._state.output_tasks(step)
+        data = [
+            (self._output_kind(task.node), self._results[task])
+            for task in tasks
+            if task in self._results
+        ]
+        lost = {
+            row.group_id: reason
+            for task, reason in self._lost.items()
+            if task.step == step
+            for row in self._ledger.open_rows(task=str(task))
+        }
+        rows = {row.group_id: row for row in self._ledger.rows_of(step=step)}
+        self._trainer.submit(step, self._training_of(step, data, rows, lost))
+
+    def _training_of(
+        self,
+        step: int,
+        data: Sequence[tuple[str, bytes]],
+        rows: Mapping[str, LedgerRow],
+        lost: Mapping[str, str],
+    ) -> Callable[[], StepResult]:
+        def work() -> StepResult:
+            items = [item for kind, packed in data for item in PORT_CODECS[kind].decode(packed)]
+            return self._training(step=step, groups=items, open_rows=rows, lost=lost)
+
+        return work
+
+    def _commit(self, version: int) -> None:
+        step = self._trained[version]
+        outcome = step.outcome
+        assert isinstance(outcome, StepOutcome)
+        self._committer.submit(
+            version, lambda: self._committing(outcome, accounting=step.accounting)
+        )
+
+    def _on_trained(self, done: Completion) -> StepTrained:
+        self._progressed = time.monotonic()
+        outcome: StepResult = _result(done)
+        self._ledger.close(outcome.rows)
+        self._check_empty(outcome)
+        if self._state.template.trains:
+            self._trained[done.label] = _Step(outcome, self._ledger.closed)
+        else:
+            self._record(outcome, None, extra={})
+        for task in [task for task in self._results if task.step <= done.label]:
+            del self._results[task], self._num_items[task]
+        self._decided = {t: d for t, d in self._decided.items() if t.step > done.label}
+        self._lost = {t: r for t, r in self._lost.items() if t.step > done.label}
+        return StepTrained(step=done.label)
+
+    def _on_committed(self, done: Completion) -> VersionPublished:
+        self._progressed = time.monotonic()
+        committed: Committed = _result(done)
+        self._heads[committed.version] = committed.snapshot_id
+        oldest = self._state.template.required_version(committed.version)
+        self._heads = {v: s for v, s in self._heads.items() if v >= oldest}
+        step = self._trained.pop(committed.version)
+        self._record(step.outcome, committed, extra={"commit_seconds": done.seconds})
+        return VersionPublished(version=committed.version)
+
+    def _record(
+        self, outcome: StepResult, committed: Committed | None, *, extra: Mapping[str, float]
+    ) -> None:
+        record = StepRecord(
+            step=outcome.step,
+            steps=self._state.last_step,
+            committed=committed,
+            metrics={**outcome.metrics, **extra},
+            accounting=self._ledger.accounting(),
+            elapsed_seconds=time.monotonic() - self._started,
+        )
+        for observer in self._observers:
+            observer.on_step(record)
+
+    def _check_empty(self, outcome: StepResult) -> None:
+        """Stop a run that trains on nothing because nothing is valid."""
+        invalid = sum(row.invalid for row in outcome.rows)
+        trained = sum(row.trained for row in outcome.rows)
+        self._empty_steps = self._empty_steps + 1 if invalid and not trained else 0
+        if self._empty_steps >= self._pipeline.options.max_empty_steps:
+            counts = self._ledger.closed
+            top = sorted(counts.reasons.items(), key=lambda item: -item[1])[:3]
+            reasons = "; ".join(f"{why} ({number} rollouts)" for why, number in top)
+            raise RunError(
+                f"{self._empty_steps} steps in a row had no valid rollout to train on, last step "
+                f"{outcome.step}: {counts.line()}. Reasons: {reasons}.",
+                code=RunErrorCode.NOTHING_TRAINED,
+                remedy="Look at the scorer, and at the workers' logs.",
+            )
+
+    def _check_deadlines(self) -> None:
+        (train,) = self._pipeline.by_role("train") or (None,)
+        (publish,) = self._pipeline.by_role("publish") or (None,)
+        if train and self._trainer.busy_seconds() > train.options.timeout_seconds:
+            raise self._late(f"training of step {self._state.training} (node {train.name!r})")
+        if publish and self._committer.busy_seconds() > publish.options.timeout_seconds:
+            raise self._late(
+                f"the commit of version {self._state.publishing} (node {publish.name!r})"
+            )
+        idle = time.monotonic() - self._progressed
+        busy = self._trainer.busy_seconds() or self._committer.busy_seconds()
+        if not busy and idle > self._pipeline.options.stall_seconds:
+            raise self._late("any progress")
+
+    def _late(self, what: str) -> DeadlineError:
+        waits = "; ".join(self._state.waiting_for()) or "nothing"
+        workers = "; ".join(
+            f"{w['worker']} pid {w['pid']}: {w['task'] or 'idle'}, "
+            f"{w['idle_seconds']:.0f} s without progress"
+            for w in self._executor.workers()
+        )
+        return DeadlineError(
+            f"waited too long for {what}. Waiting for: {waits}. Workers: {workers}.",
+            code=RunErrorCode.NO_PROGRESS,
+        )
+
+    def _rollout_name(self) -> str:
+        nodes = self._pipeline.by_role("rollout")
+        return nodes[0].name if nodes else ""
+
+    def _output_kind(self, node: str) -> str:
+        last = self._plan.chain_of(node)[-1]
+        return self._pipeline.nodes[last].spec.output_kind.value
+
+
+def _result(done: Completion) -> Any:
+    if done.error is not None:
+        raise done.error
+    return done.result

@@ -1,0 +1,120 @@
+"""What an executor is: something that runs tasks somewhere and reports what became of them.
+
+An executor places tasks, watches their deadlines, and owns its workers' lives. It decides
+nothing about the run: lost and late tasks are reported, and `task_state` says what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from .task_state import TaskId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerBootstrap:
+    """All a worker process needs to rebuild plugins and pipeline by itself. JSON values only.
+
+    Paths are absolute. `overlay` is the merged `--config` and `--set` tree.
+    """
+
+    pipeline_path: str
+    plugins_dir: str | None
+    overlay: Mapping[str, Any]
+    store_url: str
+    branch: str
+    run_dir: str
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One try of one task. `inputs` are packed port values, in the node's input order.
+
+    `version` and `snapshot_id` name the policy a rollout is generated with. `priority` orders
+    tasks that wait for a worker. `deadline_seconds` is the longest time without progress.
+    """
+
+    task: TaskId
+    attempt: int
+    priority: tuple[int, int, int]
+    inputs: tuple[bytes, ...]
+    values: Mapping[str, Any]
+    deadline_seconds: float
+    version: int = 0
+    snapshot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """A task returned. `output` is the packed value of the node's port."""
+
+    task: TaskId
+    attempt: int
+    worker: str
+    output: bytes
+    num_items: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFault:
+    """A try ended without a result: it raised, expired, or its worker was lost.
+
+    `item` is the position it last reported to be working on, or -1.
+    """
+
+    task: TaskId
+    attempt: int
+    worker: str
+    reason: str
+    cause: str
+    """`raised`, `deadline` or `lost`."""
+    retryable: bool
+    item: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    worker: str
+    reason: str
+
+
+ExecutorEvent = TaskResult | TaskFault | WorkerJoined | WorkerLeft
+
+
+class Executor(Protocol):
+    """Built as `Executor(config, num_workers=, bootstrap=)`."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[Any]]
+
+    def start(self) -> None:
+        """Start the workers. Returns at once; they report with `WorkerJoined`."""
+        ...
+
+    def submit(self, spec: TaskSpec) -> None: ...
+
+    def wake(self) -> None:
+        """Make a concurrent `poll` return. Safe from any thread."""
+        ...
+
+    def poll(self, *, timeout_seconds: float) -> list[ExecutorEvent]:
+        """Events since the last call; waits for one, up to the timeout or a `wake`."""
+        ...
+
+    def workers(self) -> list[Mapping[str, Any]]:
+        """What every worker is doing: name, pid, host, task, item, seconds since progress."""
+        ...
+
+    def close(self) -> None:
+        """End all workers. Leaves no process behind, whatever they are doing."""
+        ...

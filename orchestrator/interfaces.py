@@ -1,0 +1,267 @@
+"""What each kind of plugin component looks like to the rest of deltaloom.
+
+A component is a class with a `name`, a frozen dataclass `Config` and a constructor that takes a
+`Config` instance. Heavy libraries are imported when a component is built, not when its module
+is: listing plugins must stay cheap. Kinds, and where their instances live:
+
+    codec, optimizer, algorithm, trainer    the training process
+    model                                   training process and every rollout worker
+    engine, scorer                          rollout workers
+    executor, tracker, verifier, fusion     the driver process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .types import (
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
+    ScoreResult,
+    TrainBatch,
+    TrainerState,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..storage.bits import PolicyTensors
+    from ..storage.codec import Changes
+    from .graph import Graph
+
+
+class Component(Protocol):
+    """What all kinds share."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[Any]]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Must import without torch."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises `ValueError` for text it has no tokens for."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a completion, without padding and end-of-sequence tokens."""
+        ...
+
+
+class Model(Component, Protocol):
+    """An architecture with its tokenizer: the recipe of v0 and the shape of every version."""
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def build(self, *, seed: int) -> torch.nn.Module:
+        """A float32 module whose parameters are those of v0, a function of config and seed.
+
+        Its `state_dict` uses HF tensor names. `module(tokens)` with int64 [B, T] gives logits
+        [B, T, V]; `module(tokens, cache=c, positions=p)` continues from a key-value cache made
+        by `module.new_cache(batch_size, max_length)`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """A verified policy version, ready to be activated.
+
+    `changes` lists the elements that differ from what the engine holds, or is None when every
+    tensor is to be loaded. `tensors` is the whole target state either way.
+    """
+
+    version: int
+    snapshot_id: str
+    tensors: PolicyTensors
+    changes: Changes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Prompts to complete, `group_size` times each.
+
+    `seeds` uint64 [num_prompts, group_size]: the only randomness of each rollout, so that a
+    rollout does not depend on what it was batched with.
+    """
+
+    prompts: tuple[Prompt, ...]
+    group_size: int
+    seeds: npt.NDArray[np.uint64]
+    sampling: SamplingParams
+
+
+class Engine(Component, Protocol):
+    """Generates rollouts. Built as `Engine(config, model=model)`, one per worker process."""
+
+    @property
+    def version(self) -> int:
+        """The version last activated; -1 before the first."""
+        ...
+
+    def activate(self, update: WeightUpdate) -> None:
+        """Switch to a version. Caches derived from older weights must not survive it."""
+        ...
+
+    def generate(
+        self, request: GenerateRequest, *, between_steps: Callable[[], None] | None = None
+    ) -> list[list[Rollout]]:
+        """Complete every prompt; one list of `group_size` rollouts a prompt, in order.
+
+        `between_steps` is called between decode steps and may call `activate`; tokens drawn
+        afterwards carry the new version.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdvantages:
+    """What an algorithm makes of one group.
+
+    `values` float32 [n] is one advantage a rollout, 0 for those left out; `mask` bool [n] says
+    which rollouts enter the batch; `dropped` is the reason why none does, else empty.
+    """
+
+    values: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+    dropped: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One micro-batch of completions, padded to the longest, on the trainer's device.
+
+    All are [n, T]: `logprobs` of the current policy (with gradient), `rollout_logprobs`,
+    `advantages`, `mask` (float, 1 where trained). `num_batch_tokens`, `num_batch_rollouts` and
+    `max_length` describe the whole global batch, so that any split into micro-batches sums to
+    the same loss.
+    """
+
+    logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    extras: Mapping[str, torch.Tensor]
+    num_batch_tokens: int
+    num_batch_rollouts: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """This micro-batch's share of the global loss, and sums for the metrics.
+
+    `sums` maps a metric's name to (numerator, denominator) tensors, added over micro-batches.
+    """
+
+    loss: torch.Tensor
+    sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Algorithm(Component, Protocol):
+    """Advantages (numpy, before the batch is stored) and the loss (torch, in the trainer)."""
+
+    def advantages(self, groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]: ...
+
+    def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+
+class Optimizer(Component, Protocol):
+    """Builds the update rule over float32 master parameters."""
+
+    def build(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer: ...
+
+
+class Trainer(Component, Protocol):
+    """Holds the policy being trained.
+
+    Built as `Trainer(config, model=, algorithm=, optimizer=, num_threads=)`.
+    """
+
+    def initialize(self, *, seed: int) -> None:
+        """Start at v0."""
+        ...
+
+    def policy(self) -> PolicyTensors:
+        """The bits to publish, as copies that later steps do not touch."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> Mapping[str, float]:
+        """One optimizer step; returns metrics. A function of state and batch alone."""
+        ...
+
+    def state(self) -> TrainerState: ...
+
+    def load(self, state: TrainerState) -> None:
+        """Go on from a stored state. Raises `RunError` when a part of it is missing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Scorer(Component, Protocol):
+    """Scores a group. Runs in a worker; what it raises becomes `invalid`, never reward 0."""
+
+    def score(
+        self,
+        group: RolloutGroup,
+        *,
+        skip: Mapping[int, ScoreResult],
+        report: Callable[[int], None],
+    ) -> list[ScoreResult]:
+        """One result a rollout; positions in `skip` are already decided.
+
+        `report(position)` is called before the rollout at that position is scored: it restarts
+        the deadline, and names the culprit if scoring hangs or takes its process down.
+        """
+        ...
+
+
+class Tracker(Component, Protocol):
+    """Receives metrics in the driver process. Built as `Tracker(config, run_dir=path)`."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """One JSON-like record: `step`, `version`, `time` and metrics."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Verifier(Component, Protocol):
+    """Checks a finished group before it is admitted."""
+
+    def verify(self, group: RolloutGroup) -> str | None:
+        """None when the group may be used, else the reason why it is invalid."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionPlan:
+    """Node chains whose shards run as one task, and why. Semantics must not change."""
+
+    chains: tuple[tuple[str, ...], ...]
+    reason: str
+
+
+class FusionPlanner(Component, Protocol):
+    """Proposes which nodes of a graph to fuse."""
+
+    def plan(self, graph: Graph) -> FusionPlan | None: ...

@@ -1,0 +1,102 @@
+"""Options of the pipeline and of each role; plugins own the options of their components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """Run-wide options; `[pipeline]` in TOML."""
+
+    steps: int = 100
+    """Training steps, and so policy versions beyond v0."""
+    seed: int = 0
+    """Root of every random decision of the run."""
+    max_staleness: int = 1
+    """Fixed lag in policy versions between the trained version and the one that generated its
+    data: 0 is synchronous, 1 one step off, and so on."""
+    workers: int = 2
+    """Rollout worker processes."""
+    executor: str = "local"
+    """Executor plugin that runs rollout, score and function tasks."""
+    worker_threads: int = 1
+    """Compute threads of each worker; part of what makes rollouts reproducible."""
+    trainer_threads: int = 1
+    """Compute threads of the trainer; part of what makes training reproducible."""
+    max_attempts: int = 3
+    """Tries of a task whose worker died or hung before it counts as poison."""
+    max_empty_steps: int = 3
+    """Consecutive steps that may train on nothing before the run stops."""
+    stall_seconds: float = 600.0
+    """Longest the run may make no progress at all before it stops with a report of waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """Options of `source`."""
+
+    timeout_seconds: float = 60.0
+    """Longest one step's prompts may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """Options of `rollout`."""
+
+    max_new_tokens: int
+    """Longest completion, in tokens, the stop token included."""
+    group_size: int = 8
+    """Rollouts of each prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Share of probability kept, most likely tokens first; 1 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides end-of-sequence."""
+    prompts_per_task: int = 8
+    """Prompts of one rollout task. Fixes what is batched together, whatever the workers."""
+    timeout_seconds: float = 600.0
+    """Longest one rollout task may go without progress."""
+    on_failure: str = "drop"
+    """What a task that failed `max_attempts` times does: `drop` its groups, or `stop`."""
+    verifier: str = ""
+    """Verifier plugin that checks groups before admission; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """Options of `score`."""
+
+    timeout_seconds: float = 10.0
+    """Longest one rollout's scoring may take; beyond it the rollout counts as timeout."""
+    max_timeouts_per_task: int = 3
+    """Timeouts in one task after which its unscored rollouts count as timeouts too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionOptions:
+    """Options of `node`."""
+
+    timeout_seconds: float = 60.0
+    """Longest one call may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Options of `train`; trainer, algorithm and optimizer have their own."""
+
+    timeout_seconds: float = 3600.0
+    """Longest one training step may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """Options of `publish`."""
+
+    anchor_every: int = 50
+    """Versions between full copies of the weights."""
+    state_every: int = 10
+    """Versions between copies of the trainer's state; those between are rebuilt by replay."""
+    timeout_seconds: float = 600.0
+    """Longest one commit may take."""

@@ -1,0 +1,226 @@
+"""From a pipeline as written to a pipeline that can run: plugins found, options placed, typed.
+
+An option given to a node belongs to the node itself or to the one component that has a field of
+that name; `[train.optimizer]` tables and `use(...)` address a component directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import config
+from .dsl import ComponentChoice, NodeSpec, Pipeline
+from .errors import ConfigError, RunErrorCode, suggest
+from .graph import Graph
+from .options import PipelineOptions
+from .plugin_manager import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedComponent:
+    """A plugin class with its typed configuration."""
+
+    kind: str
+    component: type[Any]
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return str(self.component.name)
+
+    def create(self, **context: Any) -> Any:
+        """An instance of the component."""
+        return self.component(self.config, **context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedNode:
+    """A node with its typed options and its components by slot."""
+
+    spec: NodeSpec
+    options: Any
+    components: Mapping[str, ResolvedComponent]
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPipeline:
+    """All that a run needs to know, and `config`, the JSON form that is stored with it."""
+
+    graph: Graph
+    options: PipelineOptions
+    nodes: Mapping[str, ResolvedNode]
+    model: ResolvedComponent
+    trackers: tuple[ResolvedComponent, ...]
+    config: Mapping[str, Any]
+
+    @property
+    def config_digest(self) -> str:
+        """Digest of the options that decide what is computed: not how many workers compute it."""
+        plain = {key: dict(value) for key, value in self.config.items()}
+        for key in ("steps", "workers", "executor", "stall_seconds", "max_attempts"):
+            plain["pipeline"].pop(key, None)
+        plain.pop("trackers", None)
+        return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
+
+    def by_role(self, role: str) -> tuple[ResolvedNode, ...]:
+        """Nodes of a role, in graph order."""
+        return tuple(self.nodes[spec.name] for spec in self.graph.by_role(role))
+
+
+def resolve(
+    pipeline: Pipeline, plugins: Plugins, *, overlay: Mapping[str, Any] | None = None
+) -> ResolvedPipeline:
+    """Place and type every option, the overlay's (files and `--set`) over the pipeline's own.
+
+    Raises `ConfigError` for unknown keys and wrong types, `PluginError` for unknown plugins;
+    both name the key and the nearest valid one.
+    """
+    overlay = overlay or {}
+    sections = ["pipeline", "model", "trackers", *(node.name for node in pipeline.nodes)]
+    _check_sections(overlay, sections)
+    options = config.build_config(
+        PipelineOptions,
+        config.merge(pipeline.options, _table(overlay, "pipeline")),
+        path="pipeline",
+    )
+    model = _component(plugins, "model", pipeline.model, _table(overlay, "model"), path="model")
+    nodes = {
+        spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
+    }
+    trackers = tuple(
+        _component(
+            plugins,
+            "tracker",
+            choice,
+            _table(_table(overlay, "trackers"), choice.name),
+            path=f"trackers.{choice.name}",
+        )
+        for choice in pipeline.trackers
+    )
+    return ResolvedPipeline(
+        graph=pipeline.graph,
+        options=options,
+        nodes=nodes,
+        model=model,
+        trackers=trackers,
+        config=_plain(options, model, nodes, trackers),
+    )
+
+
+def _check_sections(overlay: Mapping[str, Any], sections: list[str]) -> None:
+    problems = [
+        f"{key}: unknown section. {suggest(key, sections)}"
+        for key in overlay
+        if key not in sections
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems), code=RunErrorCode.UNKNOWN_KEY)
+
+
+def _table(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = tree.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{key}: must be a table of options, got {value!r}.", code=RunErrorCode.WRONG_TYPE
+        )
+    return value
+
+
+def _component(
+    plugins: Plugins,
+    kind: str,
+    choice: ComponentChoice,
+    overlay: Mapping[str, Any],
+    *,
+    path: str,
+) -> ResolvedComponent:
+    values = config.merge(choice.options, overlay)
+    name = values.pop("name", choice.name)
+    component = plugins.component(kind, name)
+    return ResolvedComponent(
+        kind=kind,
+        component=component,
+        config=config.build_config(component.Config, values, path=path),
+    )
+
+
+def _node(plugins: Plugins, spec: NodeSpec, overlay: Mapping[str, Any]) -> ResolvedNode:
+    values = config.merge(spec.options, overlay)
+    tables = {slot: _slot_table(values, slot, spec) for slot in spec.components}
+    classes = {
+        slot: plugins.component(slot, table.get("name", spec.components[slot].name))
+        for slot, table in tables.items()
+    }
+    own, placed = _place(spec, values, classes)
+    if spec.functions and "scorer" in placed:
+        placed["scorer"]["functions"] = spec.functions
+    components = {}
+    for slot, choice in spec.components.items():
+        given = ComponentChoice(choice.name, config.merge(choice.options, placed[slot]))
+        components[slot] = _component(
+            plugins, slot, given, tables[slot], path=f"{spec.name}.{slot}"
+        )
+    options = config.build_config(spec.options_type, own, path=spec.name)
+    return ResolvedNode(spec=spec, options=options, components=components)
+
+
+def _slot_table(values: dict[str, Any], slot: str, spec: NodeSpec) -> Mapping[str, Any]:
+    """Take `[node.slot]` out of the node's values; a bare string selects the plugin."""
+    value = values.pop(slot, {})
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{spec.name}.{slot}: must be a plugin's name or a table, got {value!r}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+    return value
+
+
+def _place(
+    spec: NodeSpec, values: Mapping[str, Any], classes: Mapping[str, type[Any]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Give each option to its one owner: the node, or a component by slot."""
+    owners = {"": config.field_names(spec.options_type)}
+    owners |= {slot: config.field_names(cls.Config) for slot, cls in classes.items()}
+    placed: dict[str, dict[str, Any]] = {owner: {} for owner in owners}
+    problems = []
+    for key, value in values.items():
+        takers = [owner for owner, names in owners.items() if key in names]
+        if len(takers) == 1:
+            placed[takers[0]][key] = value
+        elif takers:
+            tables = " or ".join(f"[{spec.name}.{owner or 'itself'}]" for owner in takers)
+            problems.append(f"{spec.name}.{key}: belongs to more than one; say which: {tables}.")
+        else:
+            known = [name for names in owners.values() for name in names]
+            problems.append(f"{spec.name}.{key}: unknown key. {suggest(key, known)}")
+    if problems:
+        raise ConfigError("\n".join(problems), code=RunErrorCode.UNKNOWN_KEY)
+    own = placed.pop("")
+    return own, placed
+
+
+def _plain(
+    options: PipelineOptions,
+    model: ResolvedComponent,
+    nodes: Mapping[str, ResolvedNode],
+    trackers: tuple[ResolvedComponent, ...],
+) -> dict[str, Any]:
+    tree: dict[str, Any] = {"pipeline": config.to_plain(options), "model": _plain_component(model)}
+    for name, node in nodes.items():
+        tree[name] = config.to_plain(node.options)
+        tree[name] |= {slot: _plain_component(part) for slot, part in node.components.items()}
+    tree["trackers"] = {part.name: config.to_plain(part.config) for part in trackers}
+    return tree
+
+
+def _plain_component(part: ResolvedComponent) -> dict[str, Any]:
+    return {"name": part.name, **config.to_plain(part.config)}

@@ -1,0 +1,178 @@
+"""The run directory: what a run keeps beside its store, and the checks on the place itself.
+
+run.json        how the run was started: pipeline, overlay, seed; enough to resume it
+config.json     the resolved configuration
+store/          the policy store, unless it lives elsewhere
+metrics.jsonl   one line a step, by the `jsonl` tracker
+tasks.jsonl     one line a task: worker, start, seconds
+logs/           output of each worker
+summary.json    written when the run ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import RunError, RunErrorCode
+
+RUN_FILE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run. Made absolute once, against the launch directory."""
+
+    path: Path
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tasks_file(self) -> Path:
+        return self.path / "tasks.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def outputs(self) -> Path:
+        return self.path / "outputs"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunManifest:
+    """`run.json`: how the run was started."""
+
+    pipeline_path: str
+    pipeline_source: str
+    plugins_dir: str | None
+    overlay: Mapping[str, Any]
+    store_url: str
+    branch: str = "main"
+    format: int = RUN_FILE_FORMAT
+
+
+def check_new(path: Path) -> RunDir:
+    """The directory for a new run, which may not hold one yet; touches nothing.
+
+    Raises `RunError`: RUN_EXISTS with the resume command, RUN_UNWRITABLE with the reason.
+    """
+    run_dir = RunDir(path.absolute())
+    if run_dir.run_file.exists():
+        raise RunError(
+            f"{str(run_dir.path)!r} already holds a run.",
+            code=RunErrorCode.RUN_EXISTS,
+            remedy=f"Resume it with: {resume_command(run_dir.path)}. Or choose another --run-dir.",
+        )
+    if run_dir.path.exists() and not run_dir.path.is_dir():
+        raise _unwritable(run_dir.path, "it is not a directory")
+    if run_dir.path.is_dir() and any(run_dir.path.iterdir()):
+        raise RunError(
+            f"{str(run_dir.path)!r} is not empty and holds no run.",
+            code=RunErrorCode.RUN_EXISTS,
+            remedy="Choose another --run-dir.",
+        )
+    place = run_dir.path
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _unwritable(place, "permission denied")
+    return run_dir
+
+
+def create(run_dir: RunDir, manifest: RunManifest, *, config: Mapping[str, Any]) -> None:
+    """Make the directory and write what the run was started with. Raises `RunError`."""
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        run_dir.logs.mkdir(exist_ok=True)
+        write_json(run_dir.config_file, config)
+        names = RunManifest.__dataclass_fields__
+        write_json(run_dir.run_file, {name: getattr(manifest, name) for name in names})
+    except OSError as error:
+        raise _unwritable(run_dir.path, error.strerror or str(error)) from error
+
+
+def open_run(path: Path) -> tuple[RunDir, RunManifest]:
+    """An existing run and its manifest. Raises `RunError` naming what is missing or newer."""
+    run_dir = RunDir(path.absolute())
+    if not run_dir.run_file.is_file():
+        raise RunError(
+            f"there is no run in {str(run_dir.path)!r}: {run_dir.run_file.name} is missing.",
+            code=RunErrorCode.RUN_NOT_FOUND,
+        )
+    try:
+        data = json.loads(run_dir.run_file.read_text(encoding="utf-8"))
+        manifest = RunManifest(**data)
+    except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+        raise RunError(
+            f"{run_dir.run_file} is damaged: {error}.", code=RunErrorCode.RUN_MISMATCH
+        ) from error
+    if manifest.format > RUN_FILE_FORMAT:
+        raise RunError(
+            f"{run_dir.run_file} has format {manifest.format}; this version reads up to "
+            f"{RUN_FILE_FORMAT}.",
+            code=RunErrorCode.RUN_MISMATCH,
+            remedy="Upgrade deltaloom.",
+        )
+    return run_dir, manifest
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
+        try:
+            file.write(text + "\n")
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
+    """Add one line to a JSON-lines file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def resume_command(path: Path) -> str:
+    """The literal command that resumes a run, quoted for a shell."""
+    text = str(path)
+    plain = all(char.isalnum() or char in "/._-+=,@%" for char in text) and text.isascii()
+    quoted = text if plain else "'" + text.replace("'", "'\\''") + "'"
+    return f"deltaloom resume {quoted}"
+
+
+def _unwritable(path: Path, reason: str) -> RunError:
+    return RunError(
+        f"cannot write to {str(path)!r}: {reason}.",
+        code=RunErrorCode.RUN_UNWRITABLE,
+        remedy="Choose another --run-dir.",
+    )

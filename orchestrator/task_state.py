@@ -1,0 +1,378 @@
+"""Which task may run when: a state machine without I/O, clocks or threads.
+
+Events go in, instructions come out. `TaskState` alone decides the order of consumption, at
+dispatch: a step trains on exactly the tasks of that step, whichever worker finishes first, so
+runs of one seed agree however workers race.
+
+    event               instruction that may follow
+    (start)             Submit source tasks
+    TaskFinished        Submit the tasks it was the last input of; Train
+    TaskFailed          Submit again; GiveUp; Stop
+    StepTrained         Publish; Train the next step; Submit further sources
+    VersionPublished    Submit the rollouts that waited for the version; Publish; Complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+TaskStatus = Literal["waiting", "submitted", "done", "given-up"]
+FailurePolicy = Literal["drop", "stop"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TaskId:
+    """One instance of a node: `node/step/shard`."""
+
+    node: str
+    step: int
+    shard: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.step}/{self.shard}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTemplate:
+    """How a node of the graph repeats: per step, or per step and shard."""
+
+    name: str
+    inputs: tuple[str, ...]
+    """Worker nodes of the same step whose results it reads."""
+    sharded: bool
+    """One task per slice of the step's prompts, instead of one a step."""
+    needs_policy: bool
+    on_failure: FailurePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTemplate:
+    """What one step is made of. Nodes in topological order."""
+
+    nodes: tuple[NodeTemplate, ...]
+    shards_from: str
+    """The node whose number of items decides how many shards a step has; may be empty."""
+    items_per_shard: int
+    outputs: tuple[str, ...]
+    """Nodes whose results a step is trained on, or that a run without training keeps."""
+    lag: int
+    """Step k uses policy version max(0, k - 1 - lag)."""
+    trains: bool
+
+    def required_version(self, step: int) -> int:
+        return max(0, step - 1 - self.lag) if self.trains else 0
+
+    def node(self, name: str) -> NodeTemplate:
+        return next(node for node in self.nodes if node.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFinished:
+    """A task's result arrived. `num_items` counts its prompts or groups."""
+
+    task: TaskId
+    attempt: int
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailed:
+    """A try of a task ended without a result.
+
+    `retryable` failures (a lost worker, an expired deadline, an unreachable store) are tried
+    again, up to the node's failure policy; others stop the run. `excused` ones were traced to a
+    part of the task that is now excluded, and do not count against it.
+    """
+
+    task: TaskId
+    attempt: int
+    reason: str
+    retryable: bool = True
+    excused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrained:
+    """The optimizer step is done; the weights of version `step` exist."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublished:
+    """Version `version` is committed."""
+
+    version: int
+
+
+Event = TaskFinished | TaskFailed | StepTrained | VersionPublished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Run a task. Lower (step, order, shard) goes first when workers are scarce."""
+
+    task: TaskId
+    attempt: int
+    order: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train step `step` on the results of its output nodes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Commit version `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """The task's groups are lost for good: account for them as invalid."""
+
+    task: TaskId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The run cannot go on."""
+
+    task: TaskId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """Every step is done."""
+
+
+Instruction = Submit | Train | Publish | GiveUp | Stop | Complete
+
+
+class InvalidTransitionError(RuntimeError):
+    """An event that cannot happen in this state: a bug, told with the events before it."""
+
+
+@dataclass(slots=True)
+class _Task:
+    status: TaskStatus = "waiting"
+    attempt: int = 0
+    num_failures: int = 0
+
+
+@dataclass(slots=True)
+class TaskState:
+    """State of a run from `first_step` to `last_step`, mutated only through `handle`.
+
+    `head_version` is the newest committed version: 0 for a new run, the resumed version else.
+    """
+
+    template: StepTemplate
+    first_step: int
+    last_step: int
+    head_version: int
+    max_attempts: int = 3
+    tasks: dict[TaskId, _Task] = field(default_factory=dict)
+    num_shards: dict[int, int] = field(default_factory=dict)
+    trained: int = field(init=False)
+    training: int | None = None
+    published: int = field(init=False)
+    publishing: int | None = None
+    completed: bool = False
+    story: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trained = self.published = self.head_version
+        if not self.template.trains:
+            self.trained = self.published = self.first_step - 1
+
+    def start(self) -> list[Instruction]:
+        """The first instructions."""
+        return self._advance()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; returns what to do next, in order."""
+        self.story = [*self.story[-19:], event]
+        match event:
+            case TaskFinished():
+                self._on_finished(event)
+            case TaskFailed():
+                return [*self._on_failed(event), *self._advance()]
+            case StepTrained():
+                self._expect(event.step == self.training, event)
+                self.trained, self.training = event.step, None
+            case VersionPublished():
+                self._expect(event.version == self.publishing, event)
+                self.published, self.publishing = event.version, None
+        return self._advance()
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every invariant of the state holds."""
+        lead = self.trained - self.published
+        assert lead >= 0 or not self.template.trains, "published ahead of training"
+        assert self.training in (None, self.trained + 1), "training out of order"
+        assert self.publishing in (None, self.published + 1), "publishing out of order"
+        for task, entry in self.tasks.items():
+            if entry.status == "submitted":
+                assert self._inputs_done(task), f"{task} runs before its inputs"
+                assert task.step > self.trained, f"{task} runs for a trained step"
+                node = self.template.node(task.node)
+                version = self.template.required_version(task.step)
+                assert not node.needs_policy or self._has_version(version), f"{task} runs too early"
+            assert entry.num_failures <= self.max_attempts, f"{task} failed too often"
+        assert not self.completed or self.trained == self.last_step, "complete too early"
+
+    def waiting_for(self) -> list[str]:
+        """What the run waits for, in words, for reports of a stall."""
+        lines = [
+            f"task {task} (attempt {entry.attempt}, version "
+            f"{self.template.required_version(task.step)})"
+            for task, entry in sorted(self.tasks.items())
+            if entry.status == "submitted"
+        ]
+        if self.training is not None:
+            lines.append(f"training of step {self.training}")
+        if self.publishing is not None:
+            lines.append(f"commit of version {self.publishing}")
+        return lines
+
+    def _on_finished(self, event: TaskFinished) -> None:
+        entry = self._current(event.task, event.attempt)
+        if entry is None:
+            return
+        entry.status = "done"
+        if event.task.node == self.template.shards_from:
+            per_shard = self.template.items_per_shard
+            self.num_shards[event.task.step] = -(-event.num_items // per_shard)
+
+    def _on_failed(self, event: TaskFailed) -> list[Instruction]:
+        entry = self._current(event.task, event.attempt)
+        if entry is None:
+            return []
+        entry.num_failures += 0 if event.excused else 1
+        if event.retryable and entry.num_failures < self.max_attempts:
+            return [self._submit(event.task)]
+        if event.retryable and self.template.node(event.task.node).on_failure == "drop":
+            entry.status = "given-up"
+            tries = f" ({entry.num_failures} tries)" if entry.num_failures > 1 else ""
+            return [GiveUp(task=event.task, reason=f"{event.reason}{tries}")]
+        return [Stop(task=event.task, reason=event.reason)]
+
+    def _current(self, task: TaskId, attempt: int) -> _Task | None:
+        """The task, if this is the try being waited for; None for duplicates and late results."""
+        entry = self.tasks.get(task)
+        if entry is None or entry.status != "submitted" or entry.attempt != attempt:
+            return None
+        return entry
+
+    def _advance(self) -> list[Instruction]:
+        if self.completed:
+            return []
+        instructions: list[Instruction] = []
+        for step in self._open_steps():
+            instructions += self._submit_ready(step)
+        instructions += self._next_train()
+        instructions += self._next_publish()
+        if self.trained == self.last_step and self.published >= self.trained:
+            self.completed = True
+            instructions.append(Complete())
+        return instructions
+
+    def _open_steps(self) -> range:
+        """Steps that may have tasks: as far ahead as the lag lets rollouts be, and one more
+        for sources, so that prompts are ready before the policy is."""
+        first = self.trained + 1
+        last = min(self.last_step, self.trained + self.template.lag + 2)
+        return range(max(first, self.first_step), last + 1)
+
+    def _submit_ready(self, step: int) -> list[Instruction]:
+        ready: list[Instruction] = []
+        for node in self.template.nodes:
+            if node.needs_policy and not self._has_version(self.template.required_version(step)):
+                continue
+            for shard in range(self._shards(node, step)):
+                task = TaskId(node.name, step, shard)
+                entry = self.tasks.setdefault(task, _Task())
+                if entry.status == "waiting":
+                    self._submit_or_skip(task, entry, ready)
+        return ready
+
+    def _submit_or_skip(self, task: TaskId, entry: _Task, ready: list[Instruction]) -> None:
+        if any(self._status(source) == "given-up" for source in self._inputs(task)):
+            entry.status = "given-up"
+        elif self._inputs_done(task):
+            ready.append(self._submit(task))
+
+    def _submit(self, task: TaskId) -> Submit:
+        entry = self.tasks[task]
+        entry.status = "submitted"
+        entry.attempt += 1
+        order = [node.name for node in self.template.nodes].index(task.node)
+        return Submit(task=task, attempt=entry.attempt, order=order)
+
+    def _next_train(self) -> list[Instruction]:
+        step = self.trained + 1
+        far_ahead = self.trained - self.published > 1
+        if self.training is not None or far_ahead or step > self.last_step:
+            return []
+        if not self._step_ready(step):
+            return []
+        self.training = step
+        self.num_shards.pop(step - 2, None)
+        for task in [task for task in self.tasks if task.step < step - 1]:
+            del self.tasks[task]
+        return [Train(step=step)]
+
+    def _next_publish(self) -> list[Instruction]:
+        if self.publishing is not None or self.published >= self.trained:
+            return []
+        if not self.template.trains:
+            self.published = self.trained
+            return []
+        self.publishing = self.published + 1
+        return [Publish(version=self.publishing)]
+
+    def _step_ready(self, step: int) -> bool:
+        tasks = self.output_tasks(step)
+        return bool(tasks) and all(self._status(task) in ("done", "given-up") for task in tasks)
+
+    def output_tasks(self, step: int) -> list[TaskId]:
+        """The tasks whose results make up a step; empty while their number is unknown."""
+        return [
+            TaskId(name, step, shard)
+            for name in self.template.outputs
+            for shard in range(self._shards(self.template.node(name), step))
+        ]
+
+    def _shards(self, node: NodeTemplate, step: int) -> int:
+        return self.num_shards.get(step, 0) if node.sharded else 1
+
+    def _inputs(self, task: TaskId) -> Sequence[TaskId]:
+        node = self.template.node(task.node)
+        return [
+            TaskId(name, task.step, task.shard if self.template.node(name).sharded else 0)
+            for name in node.inputs
+        ]
+
+    def _inputs_done(self, task: TaskId) -> bool:
+        return all(self._status(source) == "done" for source in self._inputs(task))
+
+    def _status(self, task: TaskId) -> TaskStatus:
+        entry = self.tasks.get(task)
+        return "waiting" if entry is None else entry.status
+
+    def _has_version(self, version: int) -> bool:
+        return not self.template.trains or version <= self.published
+
+    def _expect(self, condition: bool, event: Event) -> None:
+        if not condition:
+            story = "\n".join(f"  {past}" for past in self.story)
+            raise InvalidTransitionError(f"unexpected {event}; the last events were:\n{story}")

@@ -1,0 +1,203 @@
+"""The training side of a step: groups in, one optimizer step, every group's outcome out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..storage.bits import tensor_digest
+from .accounting import LedgerRow
+from .batching import build_batch
+from .errors import PluginError, RunErrorCode, boundary
+from .interfaces import Algorithm, GroupAdvantages, Trainer
+from .types import ScoredGroup, TrainBatch, TrainerState
+
+if TYPE_CHECKING:
+    from ..storage.bits import PolicyTensors
+
+Admission = Callable[[ScoredGroup], str]
+"""The reason to drop a group before advantages are computed; empty to admit it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The end of a step: what became of its groups, and its metrics."""
+
+    step: int
+    rows: tuple[LedgerRow, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome(StepResult):
+    """What training one step made: the next version, ready to commit."""
+
+    batch: TrainBatch
+    policy: PolicyTensors
+    state: TrainerState | None
+
+
+def train_step(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    *,
+    step: int,
+    groups: Sequence[ScoredGroup],
+    open_rows: Mapping[str, LedgerRow],
+    lost: Mapping[str, str],
+    admit: Admission,
+    with_state: bool,
+) -> StepOutcome:
+    """Train version `step - 1` into `step` on the groups of the step.
+
+    `open_rows` are the ledger's rows of the step by group id; `lost` gives the reason for those
+    whose task was given up. Groups in neither `groups` nor `lost` were filtered by a node.
+    """
+    refused = {item.group.id: reason for item in groups if (reason := admit(item))}
+    admitted = [item for item in groups if item.group.id not in refused]
+    with boundary(PluginError, f"algorithm {algorithm.name!r}, step {step}"):
+        advantages = algorithm.advantages(admitted)
+    _check_advantages(admitted, advantages, name=algorithm.name)
+    batch = build_batch(admitted, advantages, policy_version=step - 1)
+    with boundary(PluginError, f"trainer {trainer.name!r}, step {step}"):
+        metrics = trainer.train_step(batch)
+        policy = trainer.policy()
+        state = trainer.state() if with_state else None
+    by_id = {item.group.id: item for item in groups}
+    decided = {
+        item.group.id: advantage for item, advantage in zip(admitted, advantages, strict=True)
+    }
+    rows = tuple(
+        close_row(
+            row,
+            scored=by_id.get(group_id),
+            advantages=decided.get(group_id),
+            reason=refused.get(group_id) or lost.get(group_id, ""),
+        )
+        for group_id, row in open_rows.items()
+    )
+    return StepOutcome(
+        step=step,
+        batch=batch,
+        rows=rows,
+        policy=policy,
+        state=state,
+        metrics={**group_metrics(groups, step=step), **metrics},
+    )
+
+
+def close_row(
+    row: LedgerRow,
+    *,
+    scored: ScoredGroup | None,
+    advantages: GroupAdvantages | None,
+    reason: str,
+) -> LedgerRow:
+    """A group's final row: how many of its rollouts were trained, dropped or invalid, and why."""
+    if scored is None:
+        if reason:
+            return _closed(row, invalid=row.num_rollouts, reasons={f"invalid: {reason}": 1})
+        return _closed(row, dropped=row.num_rollouts, reasons={"drop: filtered": 1})
+    reasons: Counter[str] = Counter()
+    trained = 0
+    for index, score in enumerate(scored.scores):
+        if not score.is_value:
+            reasons[f"invalid: {score.status}: {score.reason}"[:200]] += 1
+        elif advantages is not None and advantages.mask[index]:
+            trained += 1
+        else:
+            why = reason or (advantages.dropped if advantages is not None else "")
+            reasons[f"drop: {why or 'left out by the algorithm'}"] += 1
+    missing = row.num_rollouts - len(scored.scores)
+    if missing:
+        reasons["invalid: lost"] += missing
+    invalid = sum(n for why, n in reasons.items() if why.startswith("invalid"))
+    dropped = sum(n for why, n in reasons.items() if why.startswith("drop"))
+    filled = replace(row, **_content(scored))
+    return replace(
+        filled, stage="closed", trained=trained, dropped=dropped, invalid=invalid, reasons=reasons
+    )
+
+
+def group_metrics(groups: Sequence[ScoredGroup], *, step: int) -> dict[str, float]:
+    """Means over the step's rollouts: reward of the valid ones, length, truncation, staleness.
+
+    Staleness is the trained version minus the oldest version that produced a token.
+    """
+    rewards = [s.value for g in groups for s in g.scores if s.value is not None]
+    rollouts = [rollout for item in groups for rollout in item.group.rollouts]
+    versions = [item.group.oldest_version for item in groups]
+    num_invalid = sum(1 for item in groups for score in item.scores if not score.is_value)
+    metrics = {
+        "num_rollouts": float(len(rollouts)),
+        "num_tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
+        "invalid_share": num_invalid / len(rollouts) if rollouts else 0.0,
+    }
+    if rewards:
+        metrics["reward"] = float(np.mean(rewards))
+        metrics["reward_std"] = float(np.std(rewards))
+    if rollouts:
+        metrics["length"] = float(np.mean([rollout.num_tokens for rollout in rollouts]))
+        metrics["truncated_share"] = float(np.mean([r.finish == "length" for r in rollouts]))
+        metrics["staleness"] = float(step - 1 - min(versions))
+    return metrics
+
+
+def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Closed rows as a store table: numbers in columns, texts beside them."""
+    values = {
+        "group_id": [row.group_id for row in rows],
+        "prompt_id": [row.prompt_id for row in rows],
+        "outcome": [row.outcome for row in rows],
+        "reasons": [dict(row.reasons) for row in rows],
+        "task": [row.task for row in rows],
+        "content_digest": [row.content_digest for row in rows],
+    }
+    numbers = ("step", "num_rollouts", "trained", "dropped", "invalid", "num_tokens")
+    arrays: dict[str, Any] = {
+        name: np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in numbers
+    }
+    for name in ("oldest_version", "newest_version"):
+        arrays[name] = np.array([getattr(row, name) for row in rows], dtype=np.int64)
+    arrays["first_seed"] = np.array([row.first_seed for row in rows], dtype=np.uint64)
+    for name in ("reward_mean", "reward_std"):
+        column = [getattr(row, name) for row in rows]
+        arrays[name] = np.array([np.nan if v is None else v for v in column], dtype=np.float64)
+    return values, arrays
+
+
+def _closed(
+    row: LedgerRow, *, reasons: Mapping[str, int], dropped: int = 0, invalid: int = 0
+) -> LedgerRow:
+    counted = {reason[:200]: dropped + invalid for reason in reasons}
+    return replace(row, stage="closed", dropped=dropped, invalid=invalid, reasons=counted)
+
+
+def _content(scored: ScoredGroup) -> dict[str, Any]:
+    rollouts = scored.group.rollouts
+    rewards = [score.value for score in scored.scores if score.value is not None]
+    tokens = np.concatenate([*(r.tokens for r in rollouts), np.zeros(0, np.int32)])
+    return {
+        "oldest_version": scored.group.oldest_version,
+        "newest_version": scored.group.newest_version,
+        "reward_mean": float(np.mean(rewards)) if rewards else None,
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "num_tokens": int(tokens.size),
+        "content_digest": tensor_digest(tokens.view(np.uint32)),
+    }
+
+
+def _check_advantages(
+    groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], *, name: str
+) -> None:
+    sizes = [len(group.scores) for group in groups]
+    if [item.values.size for item in advantages] != sizes:
+        raise PluginError(
+            f"algorithm {name!r} gave advantages for {[a.values.size for a in advantages]} "
+            f"rollouts by group; expected {sizes}.",
+            code=RunErrorCode.BROKEN_PLUGIN,
+        )

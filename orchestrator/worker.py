@@ -1,0 +1,253 @@
+"""What a worker does with a task, whatever executor brought it: run the node, pack the result.
+
+A worker rebuilds plugins and pipeline from the bootstrap alone, keeps one engine, and gets its
+weights from the store.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import PluginError, RunErrorCode, TaskError, boundary
+from .executor import TaskSpec, WorkerBootstrap
+from .interfaces import Engine, GenerateRequest, Model, Tokenizer
+from .pipeline_file import load_pipeline
+from .plugin_manager import Plugins, create_plugins
+from .resolve import ResolvedNode, ResolvedPipeline, resolve
+from .seeds import derive_seed, rollout_seeds
+from .types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
+from .wire import PORT_CODECS, pack_prompts, score_from_json
+
+if TYPE_CHECKING:
+    from .worker_weights import WorkerWeights
+
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOutput:
+    """What a node made: items of its port's kind, and numbers worth keeping."""
+
+    items: Sequence[Any]
+    metrics: Mapping[str, float]
+
+
+class TaskRunner:
+    """Runs tasks in this process. Built once; heavy parts are made when first needed."""
+
+    def __init__(self, bootstrap: WorkerBootstrap, *, worker: str) -> None:
+        self._bootstrap = bootstrap
+        self._worker = worker
+        directory = bootstrap.plugins_dir
+        self._plugins: Plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
+        self._pipeline: ResolvedPipeline = resolve(
+            load_pipeline(Path(bootstrap.pipeline_path)), self._plugins, overlay=bootstrap.overlay
+        )
+
+    def run(self, spec: TaskSpec, *, report: Report) -> tuple[bytes, int, Mapping[str, float]]:
+        """The packed output of a task, its number of items, and metrics.
+
+        Raises whatever the node raises; observers' hooks run around it.
+        """
+        chain = [self._pipeline.nodes[name] for name in spec.values["chain"]]
+        inputs = [
+            PORT_CODECS[kind].decode(data)
+            for kind, data in zip(chain[0].spec.input_kinds, spec.inputs, strict=True)
+        ]
+        metrics: dict[str, float] = {}
+        for node in chain:
+            output = self._observed(node, spec, inputs, report)
+            inputs = [list(output.items)]
+            metrics |= output.metrics
+        data = PORT_CODECS[chain[-1].spec.output_kind].encode(output.items)
+        return data, len(output.items), metrics
+
+    def _observed(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        context = {"node": node.name, "task": str(spec.task), "worker": self._worker}
+        self._plugins.hook.before_node_run(**context)
+        started = time.monotonic()
+        try:
+            output = self._run_node(node, spec, inputs, report)
+        except BaseException as error:
+            self._plugins.hook.on_node_error(**context, error=error)
+            raise
+        self._plugins.hook.after_node_run(**context, seconds=time.monotonic() - started)
+        return output
+
+    def _run_node(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        handlers: Mapping[str, Callable[[ResolvedNode, TaskSpec, list[Any], Report], NodeOutput]]
+        handlers = {
+            "source": self._source,
+            "rollout": self._rollout,
+            "score": self._score,
+            "function": self._function,
+        }
+        return handlers[node.spec.role](node, spec, inputs, report)
+
+    def _source(
+        self, node: ResolvedNode, spec: TaskSpec, _inputs: list[Any], _report: Report
+    ) -> NodeOutput:
+        step = spec.task.step
+        rng = random.Random(derive_seed(self._pipeline.options.seed, node.name, step))
+        with boundary(TaskError, f"source {node.name!r} at step {step}"):
+            prompts = node.spec.functions[0](step, rng)
+        return NodeOutput(
+            items=check_prompts(prompts, node=node.name, step=step, tokenizer=self._tokenizer),
+            metrics={},
+        )
+
+    def _rollout(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        report(0)
+        options = node.options
+        first = spec.task.shard * options.prompts_per_task
+        prompts = tuple(inputs[0][first : first + options.prompts_per_task])
+        waited = self._weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
+        request = GenerateRequest(
+            prompts=prompts,
+            group_size=options.group_size,
+            seeds=rollout_seeds(
+                self._pipeline.options.seed,
+                node=node.name,
+                step=spec.task.step,
+                first_prompt=first,
+                num_prompts=len(prompts),
+                group_size=options.group_size,
+            ),
+            sampling=sampling_params(node),
+        )
+        started = time.monotonic()
+        rollouts = self._weights.engine.generate(request, between_steps=lambda: report(0))
+        seconds = time.monotonic() - started
+        groups = [
+            RolloutGroup(
+                id=f"{spec.task.step}/{first + index}",
+                step=spec.task.step,
+                prompt=prompt,
+                rollouts=tuple(members),
+            )
+            for index, (prompt, members) in enumerate(zip(prompts, rollouts, strict=True))
+        ]
+        num_tokens = sum(r.num_tokens for group in groups for r in group.rollouts)
+        return NodeOutput(
+            items=groups,
+            metrics={
+                "generate_seconds": seconds,
+                "weights_seconds": waited,
+                "num_tokens": float(num_tokens),
+            },
+        )
+
+    def _score(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        scorer = self._scorers[node.name]
+        decided = {int(k): score_from_json(v) for k, v in spec.values.get("skip", {}).items()}
+        scored = []
+        first = 0
+        for group in inputs[0]:
+            size = len(group.rollouts)
+            skip = {k - first: v for k, v in decided.items() if first <= k < first + size}
+            scores = scorer.score(
+                group, skip=skip, report=lambda position, base=first: report(base + position)
+            )
+            if len(scores) != size:
+                raise PluginError(
+                    f"scorer of {node.name!r} gave {len(scores)} results for group {group.id}; "
+                    f"expected {size}.",
+                    code=RunErrorCode.BROKEN_PLUGIN,
+                )
+            scored.append(ScoredGroup(group=group, scores=tuple(scores)))
+            first += size
+        return NodeOutput(items=scored, metrics={})
+
+    def _function(
+        self, node: ResolvedNode, _spec: TaskSpec, inputs: list[Any], _report: Report
+    ) -> NodeOutput:
+        with boundary(TaskError, f"function node {node.name!r}"):
+            items = list(node.spec.functions[0](*inputs))
+        return NodeOutput(items=items, metrics={})
+
+    @cached_property
+    def _model(self) -> Model:
+        model: Model = self._pipeline.model.create()
+        return model
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer()
+
+    @cached_property
+    def _scorers(self) -> Mapping[str, Any]:
+        return {
+            node.name: node.components["scorer"].create()
+            for node in self._pipeline.by_role("score")
+        }
+
+    @cached_property
+    def _weights(self) -> WorkerWeights:
+        from .worker_weights import WorkerWeights
+
+        (node,) = self._pipeline.by_role("rollout")
+        engine: Engine = node.components["engine"].create(model=self._model)
+        return WorkerWeights(
+            engine,
+            store_url=self._bootstrap.store_url,
+            branch=self._bootstrap.branch,
+            codecs=self._plugins.components["codec"],
+        )
+
+
+def sampling_params(node: ResolvedNode) -> SamplingParams:
+    """The sampling options of a rollout node."""
+    options = node.options
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop_token_ids=tuple(options.stop_token_ids),
+    )
+
+
+def check_prompts(prompts: Any, *, node: str, step: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """The step's prompts, numbered where they have no id.
+
+    Raises `TaskError` naming the row for anything but a non-empty list of `Prompt` whose text
+    has at least one token and whose answer and data are JSON values.
+    """
+    where = f"source {node!r} at step {step}"
+    if not isinstance(prompts, list | tuple) or not prompts:
+        got = "an empty list" if prompts == [] else type(prompts).__name__
+        raise _bad_prompt(f"{where}: must return a non-empty list of Prompt, got {got}.")
+    return [
+        _check_prompt(prompt, where=f"{where}, row {row}", default_id=f"{step}/{row}", by=tokenizer)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _check_prompt(prompt: Any, *, where: str, default_id: str, by: Tokenizer) -> Prompt:
+    if not isinstance(prompt, Prompt):
+        raise _bad_prompt(f"{where}: must be a Prompt, got {prompt!r}.")
+    with boundary(TaskError, where):
+        num_tokens = len(by.encode(prompt.text))
+        pack_prompts([prompt])
+    if num_tokens == 0:
+        raise _bad_prompt(f"{where}: prompt {prompt.text!r} has no tokens.")
+    if prompt.id:
+        return prompt
+    return Prompt(prompt.text, answer=prompt.answer, data=prompt.data, id=default_id)
+
+
+def _bad_prompt(message: str) -> TaskError:
+    return TaskError(message, code=RunErrorCode.BAD_PROMPT)

@@ -1,0 +1,139 @@
+"""The main program of a local worker: tasks in over a socket, results out.
+
+Started by the `local` executor as `python -m deltaloom.orchestrator.worker_process FD NAME`.
+A second thread reads the socket, so that the worker ends the moment its driver does, whatever
+the first is computing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+
+from ..storage.errors import DeltaloomError
+from ..storage.packing import pack, unpack
+from .errors import ConfigError, PipelineError, PluginError, TaskError
+from .executor import TaskSpec, WorkerBootstrap
+from .task_state import TaskId
+from .worker import TaskRunner
+
+PR_SET_PDEATHSIG: Final = 1
+FATAL_ERRORS: Final = (ConfigError, PipelineError, PluginError, TaskError)
+"""Errors another try cannot mend: user functions are deterministic."""
+
+
+def main(fd: int, worker: str) -> None:
+    """Serve tasks until the driver closes the connection."""
+    _die_with_parent()
+    connection = Connection(fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    bootstrap, _ = unpack(inbox.get())
+    try:
+        runner = TaskRunner(WorkerBootstrap(**bootstrap), worker=worker)
+    except DeltaloomError as error:
+        connection.send_bytes(pack({"kind": "broken", "reason": str(error)}, {}))
+        raise
+    connection.send_bytes(pack({"kind": "ready", "pid": os.getpid()}, {}))
+    while True:
+        spec = unpack_spec(inbox.get())
+        connection.send_bytes(_serve(runner, spec, connection))
+
+
+def _serve(runner: TaskRunner, spec: TaskSpec, connection: Connection) -> bytes:
+    """Run one task and describe its end, good or bad."""
+
+    def report(item: int) -> None:
+        connection.send_bytes(pack({"kind": "progress", "item": item}, {}))
+
+    head = {"task": str(spec.task), "attempt": spec.attempt}
+    try:
+        output, num_items, metrics = runner.run(spec, report=report)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        fault = {"kind": "fault", "reason": describe(error), "retryable": is_retryable(error)}
+        return pack(head | fault, {})
+    result = {"kind": "result", "num_items": num_items, "metrics": dict(metrics)}
+    return pack(head | result, {"output": np.frombuffer(output, dtype=np.uint8)})
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether another try may succeed."""
+    return not isinstance(error, FATAL_ERRORS)
+
+
+def describe(error: BaseException) -> str:
+    """One line: deltaloom's own errors speak for themselves, others with their type."""
+    return str(error) if isinstance(error, DeltaloomError) else f"{type(error).__name__}: {error}"
+
+
+def pack_spec(spec: TaskSpec) -> bytes:
+    """A task as sent to a worker."""
+    values = {
+        "node": spec.task.node,
+        "step": spec.task.step,
+        "shard": spec.task.shard,
+        "attempt": spec.attempt,
+        "priority": list(spec.priority),
+        "values": dict(spec.values),
+        "deadline_seconds": spec.deadline_seconds,
+        "version": spec.version,
+        "snapshot_id": spec.snapshot_id,
+        "num_inputs": len(spec.inputs),
+    }
+    arrays = {f"input{i}": np.frombuffer(data, np.uint8) for i, data in enumerate(spec.inputs)}
+    return pack(values, arrays)
+
+
+def unpack_spec(data: bytes) -> TaskSpec:
+    """The inverse of `pack_spec`."""
+    values, arrays = unpack(data)
+    first, second, third = values["priority"]
+    return TaskSpec(
+        task=TaskId(values["node"], values["step"], values["shard"]),
+        attempt=values["attempt"],
+        priority=(first, second, third),
+        inputs=tuple(arrays[f"input{i}"].tobytes() for i in range(values["num_inputs"])),
+        values=values["values"],
+        deadline_seconds=values["deadline_seconds"],
+        version=values["version"],
+        snapshot_id=values["snapshot_id"],
+    )
+
+
+def bootstrap_json(bootstrap: WorkerBootstrap) -> Mapping[str, Any]:
+    """The bootstrap as JSON values."""
+    names = WorkerBootstrap.__dataclass_fields__
+    return {name: getattr(bootstrap, name) for name in names}
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    while True:
+        try:
+            inbox.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for a SIGKILL when the driver's main thread is gone.
+
+    The reading thread covers every case but native code that holds the interpreter lock.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,1 @@
+"""Ready pipelines; each is a working example."""

@@ -1,0 +1,1 @@
+"""Bundled plugins, one capability a file; each uses only the public plugin API."""

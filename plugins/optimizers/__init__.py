@@ -1,0 +1,1 @@
+"""Update rules over float32 master parameters."""

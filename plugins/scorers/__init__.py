@@ -1,0 +1,1 @@
+"""Scorers, and functions to score with."""

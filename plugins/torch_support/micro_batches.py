@@ -1,0 +1,125 @@
+"""Cutting a ragged training batch into padded micro-batches.
+
+`N` rollouts of the batch, `n` of a micro-batch; `s` completion tokens of a micro-batch, `T` those
+of its longest completion; `L` the tokens of its longest prompt with completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...orchestrator.types import TrainBatch
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTotals:
+    """What is divided by: counts over the whole batch, whatever its split."""
+
+    num_tokens: int
+    """Tokens with mask 1."""
+    num_rollouts: int
+    """Rollouts with at least one of them."""
+    max_length: int
+    """Tokens of the longest completion."""
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> BatchTotals:
+        rows = np.repeat(np.arange(batch.num_rollouts), batch.lengths)
+        trained = np.bincount(rows, weights=batch.mask, minlength=batch.num_rollouts)
+        return cls(
+            num_tokens=batch.num_trained_tokens,
+            num_rollouts=int((trained > 0).sum()),
+            max_length=int(batch.lengths.max(initial=0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Some rollouts as tensors: prompt and completion in one row, padded on the right."""
+
+    inputs: Tensor
+    """int64 [n, L - 1]: all tokens but the last, which predicts nothing."""
+    at: Tensor
+    """int64 [s] flat places in `inputs` whose logits predict the completion tokens."""
+    targets: Tensor
+    """int64 [s] those completion tokens."""
+    places: Tensor
+    """int64 [s] their flat places in the padded [n, T] tensors below."""
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    extras: Mapping[str, Tensor]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values [s] of the completion tokens as [n, T], zero elsewhere; differentiable."""
+        flat = values.new_zeros(self.mask.numel()).index_copy(0, self.places, values)
+        return flat.view_as(self.mask)
+
+
+def micro_batches(batch: TrainBatch, *, num_rollouts: int) -> Iterator[MicroBatch]:
+    """Consecutive micro-batches of `num_rollouts` (0: one of all), without those of no token.
+
+    Raises `ValueError` naming the row for a rollout whose prompt has no token.
+    """
+    empty = np.flatnonzero(batch.prompt_lengths < 1)
+    if empty.size:
+        raise ValueError(f"every prompt must have at least one token; row {empty[0]} has none")
+    size = num_rollouts or max(batch.num_rollouts, 1)
+    for start in range(0, batch.num_rollouts, size):
+        rows = slice(start, start + size)
+        if batch.lengths[rows].sum():
+            yield _micro_batch(batch, rows)
+
+
+def _micro_batch(batch: TrainBatch, rows: slice) -> MicroBatch:
+    prompt_lengths = batch.prompt_lengths[rows].astype(np.int64)
+    lengths = batch.lengths[rows].astype(np.int64)
+    prompts = _span(batch.prompt_lengths, rows)
+    tokens = _span(batch.lengths, rows)
+    width = int((prompt_lengths + lengths).max())
+    prompt_rows, prompt_columns = _ragged_indices(prompt_lengths)
+    token_rows, token_columns = _ragged_indices(lengths)
+    inputs = np.zeros((lengths.size, width), dtype=np.int64)
+    inputs[prompt_rows, prompt_columns] = batch.prompt_tokens[prompts]
+    inputs[token_rows, prompt_lengths[token_rows] + token_columns] = batch.tokens[tokens]
+    before = prompt_lengths[token_rows] + token_columns - 1
+    shape = (lengths.size, int(lengths.max()))
+    places = token_rows * shape[1] + token_columns
+
+    def padded(column: npt.NDArray[Any]) -> Tensor:
+        filled = np.zeros(shape, dtype=np.float32)
+        filled.reshape(-1)[places] = column[tokens]
+        return torch.from_numpy(filled)
+
+    return MicroBatch(
+        inputs=torch.from_numpy(np.ascontiguousarray(inputs[:, :-1])),
+        at=torch.from_numpy(token_rows * (width - 1) + before),
+        targets=torch.from_numpy(batch.tokens[tokens].astype(np.int64)),
+        places=torch.from_numpy(places),
+        rollout_logprobs=padded(batch.logprobs),
+        advantages=padded(batch.advantages),
+        mask=padded(batch.mask),
+        extras={name: padded(column) for name, column in batch.extras.items()},
+    )
+
+
+def _span(lengths: npt.NDArray[np.int32], rows: slice) -> slice:
+    """Where the given rows lie in a ragged column."""
+    start = int(lengths[: rows.start].sum(dtype=np.int64))
+    return slice(start, start + int(lengths[rows].sum(dtype=np.int64)))
+
+
+def _ragged_indices(lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """Row and column of every element of ragged rows, in order."""
+    rows = np.repeat(np.arange(lengths.size), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return rows, np.arange(rows.size) - starts[rows]

@@ -1,0 +1,121 @@
+"""The update rule of `nesterov-delay` (arXiv 2505.01099) as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+
+from .delay import set_group_delay
+
+
+def momentum_at(step: int, *, momentum: float, schedule: str) -> float:
+    """gamma_t at update `step` = 1, 2, ...: constant, or min(momentum, (t-2)/t) from below."""
+    if schedule == "constant":
+        return momentum
+    return min(momentum, max(0.0, (step - 2) / step))
+
+
+class NesterovDelay(torch.optim.Optimizer):
+    """Two-line Nesterov form on delayed gradients, kept at the look-ahead point.
+
+    With u_t = w_t - w_{t-1} and d_t = gamma_t u_t:
+
+        w_{t+1} = w_t + d_t - lr (1 - gamma_t) G_t,     y_t = w_t + L d_t,
+
+    where G_t is the gradient at y_{t-tau}, divided by sqrt(v_hat) + eps when `beta2` is given.
+    The parameters hold y; `delay.base_point` gives w. State of a parameter: `velocity` (u),
+    `exp_avg_sq` with `beta2`, `offset` (L gamma, what separates y from w) and `step`.
+    `lookahead` None means L = max(1, delay).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.99,
+        schedule: str = "constant",
+        beta2: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        lookahead: float | None = 1.0,
+        delay: float = 0.0,
+        discount: bool = True,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "schedule": schedule,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "lookahead": lookahead,
+            "delay": float(delay),
+            "discount": discount,
+        }
+        super().__init__(params, defaults)
+
+    def observe_delay(self, delay: float) -> None:
+        """See `DelayAware.observe_delay`."""
+        set_group_delay(self, delay)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _advance(parameter, parameter.grad, self._state_of(parameter, group), group)
+        return loss
+
+    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["offset"] = 0.0
+            state["velocity"] = torch.zeros_like(parameter)
+            if group["beta2"] is not None:
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def _advance(
+    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    state["step"] += 1
+    gamma, next_gamma = (
+        momentum_at(step, momentum=group["momentum"], schedule=group["schedule"])
+        for step in (state["step"], state["step"] + 1)
+    )
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    direction = gradient if group["beta2"] is None else _normalised(gradient, state, group)
+    scale = group["lr"] * ((1 - gamma) if group["discount"] else 1.0)
+    velocity = state["velocity"]
+    parameter.sub_(velocity, alpha=state["offset"])
+    velocity.mul_(gamma).sub_(direction, alpha=scale)
+    lookahead = max(1.0, group["delay"]) if group["lookahead"] is None else group["lookahead"]
+    state["offset"] = lookahead * next_gamma
+    parameter.add_(velocity, alpha=1 + state["offset"])
+
+
+def _normalised(
+    gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> torch.Tensor:
+    second = state["exp_avg_sq"]
+    second.mul_(group["beta2"]).addcmul_(gradient, gradient, value=1 - group["beta2"])
+    correction = 1 - group["beta2"] ** state["step"]
+    denominator: torch.Tensor = (second / correction).sqrt_().add_(group["eps"])
+    return gradient / denominator

@@ -1,0 +1,292 @@
+"""A small pre-norm decoder with the layout and tensor names of HF Llama models.
+
+With learned positions instead of rotary ones it has one tensor more, as GPT-2 does. RMSNorm (arXiv 1910.07467, eq. 4), rotary positions (arXiv 2104.09864, eq. 34, the two halves of
+a head rotated against each other), SwiGLU (arXiv 2002.05202, eq. 6). `B` rows, `T` tokens, `S`
+cache slots, `H` heads of size `D`, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name every torch user reads at once
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a decoder. `hidden_size` is `num_heads` times an even head size."""
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    max_length: int
+    learned_positions: bool = False
+    """An embedding a position instead of rotary attention."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class KeyValueCache:
+    """Keys and values of every layer; the slot of a token is its position in its row.
+
+    Whatever a row holds beyond its own last position is never attended to, so rows of different
+    lengths share a cache without padding marks. `keys` and `values`: float [L, B, S, H, D].
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    def select(self, rows: Tensor) -> KeyValueCache:
+        """A new cache of the given rows (int64 [n]), in that order; rows may repeat."""
+        return KeyValueCache(self.keys.index_select(1, rows), self.values.index_select(1, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one forward pass share."""
+
+    rotation: tuple[Tensor, Tensor] | None
+    """cos and signed sin [1 or B, T, 1, D], or None with learned positions."""
+    slots: Tensor | None
+    """int64 [B*T] rows of the flattened cache to write, or None without a cache."""
+    mask: Tensor | None
+    """bool [B, 1, T, S'] of the slots each query sees, or None for plain causal attention."""
+    num_visible: int
+
+
+class Weight(nn.Module):
+    """A bare weight under the name its checkpoint gives it."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.num_heads, self.head_size = shape.num_heads, shape.head_size
+        self.q_proj = Weight(width, width)
+        self.k_proj = Weight(width, width)
+        self.v_proj = Weight(width, width)
+        self.o_proj = Weight(width, width)
+
+    def forward(self, x: Tensor, step: _Step, keys: Tensor | None, values: Tensor | None) -> Tensor:
+        """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, S, H, D]."""
+        q = self._heads(x, self.q_proj.weight)
+        k = self._heads(x, self.k_proj.weight)
+        v = self._heads(x, self.v_proj.weight)
+        if step.rotation is not None:
+            q, k = _rotate(q, *step.rotation), _rotate(k, *step.rotation)
+        if keys is not None and values is not None and step.slots is not None:
+            _write(keys, step.slots, k)
+            _write(values, step.slots, v)
+            if step.mask is not None:
+                k, v = keys[:, : step.num_visible], values[:, : step.num_visible]
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=step.mask,
+            is_causal=step.mask is None,
+        )
+        return F.linear(mixed.transpose(1, 2).flatten(2), self.o_proj.weight)
+
+    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        projected = F.linear(x, weight)
+        return projected.view(*x.shape[:2], self.num_heads, self.head_size)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_proj = Weight(shape.ffn_size, shape.hidden_size)
+        self.up_proj = Weight(shape.ffn_size, shape.hidden_size)
+        self.down_proj = Weight(shape.hidden_size, shape.ffn_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.silu(F.linear(x, self.gate_proj.weight))
+        return F.linear(gate * F.linear(x, self.up_proj.weight), self.down_proj.weight)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.norm_eps = shape.norm_eps
+        self.input_layernorm = Weight(shape.hidden_size)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Weight(shape.hidden_size)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x: Tensor, step: _Step, keys: Tensor | None, values: Tensor | None) -> Tensor:
+        normed = _rms_norm(x, self.input_layernorm.weight, self.norm_eps)
+        x = x + self.self_attn(normed, step, keys, values)
+        normed = _rms_norm(x, self.post_attention_layernorm.weight, self.norm_eps)
+        hidden: Tensor = x + self.mlp(normed)
+        return hidden
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = Weight(shape.vocab_size, shape.hidden_size)
+        if shape.learned_positions:
+            self.embed_positions = Weight(shape.max_length, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = Weight(shape.hidden_size)
+        cos, sin = _rope_tables(shape)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def forward(
+        self, tokens: Tensor, *, cache: KeyValueCache | None, positions: Tensor | None
+    ) -> Tensor:
+        num_rows, num_tokens = tokens.shape
+        places = torch.arange(num_tokens) if positions is None else positions
+        x = F.embedding(tokens, self.embed_tokens.weight)
+        rotation = None
+        if self.shape.learned_positions:
+            x = x + F.embedding(places, self.embed_positions.weight)
+        else:
+            rotation = (self.rope_cos[places].unsqueeze(-2), self.rope_sin[places].unsqueeze(-2))
+        step = _Step(rotation, *_cache_access(cache, positions, num_rows, num_tokens))
+        for index, layer in enumerate(self.layers):
+            keys = None if cache is None else cache.keys[index]
+            values = None if cache is None else cache.values[index]
+            x = layer(x, step, keys, values)
+        return _rms_norm(x, self.norm.weight, self.shape.norm_eps)
+
+
+class CausalDecoder(nn.Module):
+    """A decoder with its output head; `state_dict` has the names of HF `LlamaForCausalLM`."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = Weight(shape.vocab_size, shape.hidden_size)
+        if shape.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def max_length(self) -> int:
+        return self.shape.max_length
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] of `tokens` int64 [B, T], or [n, V] at flat places `at` int64 [n].
+
+        `positions` int64 [B, T] is each token's place in its row, 0..T-1 when None. With a
+        cache, tokens are written at their positions and see every slot up to their own, so
+        rows are padded on the right and a padding token's slot is overwritten in its turn.
+        """
+        hidden: Tensor = self.model(tokens, cache=cache, positions=positions)
+        if at is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, at)
+        return F.linear(hidden, self.lm_head.weight)
+
+    def new_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
+        """An empty cache of `max_length` slots a row. Raises `ValueError` beyond the model's."""
+        shape = self.shape
+        if max_length > shape.max_length:
+            raise ValueError(
+                f"cache length must be at most the model's max_length {shape.max_length}, "
+                f"got {max_length}"
+            )
+        sizes = (shape.num_layers, batch_size, max_length, shape.num_heads, shape.head_size)
+        dtype = self.model.embed_tokens.weight.dtype
+        return KeyValueCache(torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
+
+
+def build_decoder(shape: DecoderShape, *, seed: int, init_std: float | None) -> CausalDecoder:
+    """A float32 decoder whose weights are a function of shape and seed alone.
+
+    Matrices are normal with `init_std`, or `1 / sqrt(fan_in)` when None; an untied head is
+    zero, so that the first policy is uniform and its first updates are not noise.
+    """
+    module = CausalDecoder(shape)
+    generator = torch.Generator().manual_seed(seed)
+    residual_scale = 1.0 / math.sqrt(2 * shape.num_layers)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif name == "lm_head.weight":
+                parameter.zero_()
+            else:
+                std = init_std or 1.0 / math.sqrt(parameter.shape[1])
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    std *= residual_scale
+                parameter.normal_(0.0, std, generator=generator)
+    return module
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _cache_access(
+    cache: KeyValueCache | None, positions: Tensor | None, num_rows: int, num_tokens: int
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """`slots`, `mask` and `num_visible` of a step."""
+    if cache is None:
+        return None, None, num_tokens
+    starts = torch.arange(num_rows).unsqueeze(1) * cache.num_slots
+    if positions is None:
+        return (starts + torch.arange(num_tokens)).view(-1), None, num_tokens
+    num_visible = int(positions.max()) + 1
+    mask = torch.arange(num_visible) <= positions.unsqueeze(-1)
+    return (starts + positions).view(-1), mask.unsqueeze(1), num_visible
+
+
+def _rope_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, float32 [max_length, D], for both halves of a head."""
+    half = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
+    angles = torch.outer(
+        torch.arange(shape.max_length, dtype=torch.float32), 1.0 / shape.rope_theta**half
+    )
+    sin = angles.sin()
+    return angles.cos().repeat(1, 2), torch.cat((-sin, sin), dim=1)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate `x` [B, T, H, D]; rolling by D/2 swaps the halves, the sign is in the table."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def _write(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    cache.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))

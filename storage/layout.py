@@ -1,0 +1,81 @@
+"""Where things are in the tree of a version: paths, names and the format's number."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import quote
+
+from .errors import ErrorCode, InputError
+
+FORMAT_VERSION: Final = 1
+"""Grows when a reader of the previous number could misread the data."""
+
+ANCHOR_GROUP: Final = "policy/anchor"
+DELTA_GROUP: Final = "policy/delta"
+STATE_GROUP: Final = "trainer/state"
+DATA_ARRAY: Final = "data"
+"""Name of the uint8 array of a packed group."""
+
+RECORD_KEY: Final = "deltaloom"
+"""Root attribute and commit metadata key of a version's record."""
+TENSORS_KEY: Final = "tensors"
+"""Root attribute: [[name, dtype, shape, digest], ...] of every tensor of the version."""
+PACKED_KEY: Final = "packed"
+"""Attribute of a packed array: columns, values, digest."""
+
+ROOT_TAG: Final = "deltaloom.format"
+"""Tag of the commit that made the store; it carries the format's number."""
+RESERVED_PREFIX: Final = "deltaloom."
+"""Tags and branches that start so belong to the store itself."""
+
+MAX_CHUNK_BYTES: Final = 32 * 1024 * 1024
+"""Chunks are cut below this size, so that readers fetch and caches hold pieces of a tensor."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TABLE: Final = re.compile(r"[a-z][a-z0-9_]*")
+_RESERVED_TABLES: Final = frozenset({"policy", "trainer"})
+
+
+def tensor_node(name: str) -> str:
+    """The Zarr node name of a tensor: percent-encoded where a node name could not hold it.
+
+    Letters, digits, `_`, `-` and `.` stand for themselves, except a leading `.` or `_`.
+    """
+    encoded = quote(name, safe="").replace("~", "%7E")
+    return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[:1] in (".", "_") else encoded
+
+
+def check_table(name: str) -> str:
+    """The name of a table group. Raises `InputError` if it cannot be one."""
+    if _TABLE.fullmatch(name) is None or name in _RESERVED_TABLES:
+        raise InputError(
+            f"table name must be lower-case letters, digits and '_', not 'policy' or 'trainer', "
+            f"got {name!r}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    return name
+
+
+def check_ref_name(name: str, *, kind: str) -> str:
+    """A branch or tag name. Raises `InputError` if it cannot be one."""
+    if _NAME.fullmatch(name) is None or name.startswith(RESERVED_PREFIX):
+        raise InputError(
+            f"{kind} name must be letters, digits, '.', '_' and '-', and not start with "
+            f"{RESERVED_PREFIX!r}, got {name!r}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    return name
+
+
+def chunk_shape(shape: tuple[int, ...], *, item_bytes: int) -> tuple[int, ...]:
+    """Chunks of whole trailing dimensions, halving the leading ones to fit MAX_CHUNK_BYTES."""
+    chunks = [max(1, size) for size in shape]
+    for axis in range(len(chunks)):
+        rest = item_bytes
+        for size in chunks[axis + 1 :]:
+            rest *= size
+        chunks[axis] = max(1, min(chunks[axis], MAX_CHUNK_BYTES // rest))
+        if chunks[axis] > 1:
+            break
+    return tuple(chunks)

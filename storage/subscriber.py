@@ -1,0 +1,279 @@
+"""`Subscriber`: a receiver's own copy of the policy; stage -> verify -> activate.
+
+Staging fetches and decodes a version beside the active copy, checks that it starts at what is
+held and that the result has the committed digest over all tensors. Activation then writes the
+changed elements into the active copy. A receiver is at a snapshot id, not at a number: the same
+number on another branch is another policy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .bits import PolicyTensors
+from .chain import CodecLookup, CodecState, Folded, check_target, fold, target_of, total_changes
+from .codec import Changes, apply_changes
+from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
+from .records import CommitInfo, VersionRef
+from .repository import DEFAULT_BRANCH, PolicyRepository
+
+Source = Literal["none", "delta", "anchor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedVersion:
+    """A fetched and verified version; nothing of the active copy is touched yet.
+
+    `source` says how it was made: "none" (already active), "delta" (one or more deltas, folded
+    into `changes`) or "anchor" (`tensors` whole, `changes` None). `num_bytes` is what was
+    fetched for it.
+    """
+
+    info: CommitInfo
+    base: VersionRef | None
+    source: Source
+    changes: Changes | None
+    num_bytes: int
+    tensors: PolicyTensors | None = field(repr=False)
+    folded: Folded | None = field(repr=False)
+    state: CodecState | None = field(repr=False)
+
+    @property
+    def version(self) -> int:
+        return self.info.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """A version that has become the active one.
+
+    `tensors` is the subscriber's own copy, which the next activation writes to. `changes` are
+    the elements that differ from the version before; None means that all tensors are new.
+    """
+
+    version: int
+    snapshot_id: str
+    tensors: PolicyTensors
+    changes: Changes | None
+
+
+class Subscriber:
+    """Follows one branch. Not for concurrent use by several threads."""
+
+    def __init__(
+        self,
+        repository: PolicyRepository,
+        *,
+        codecs: CodecLookup,
+        branch: str = DEFAULT_BRANCH,
+    ) -> None:
+        self._repository = repository
+        self._branch = branch
+        self._codecs = codecs
+        self._active: CommitInfo | None = None
+        self._tensors: PolicyTensors | None = None
+        self._state: CodecState | None = None
+        self._num_heals = 0
+
+    @property
+    def active(self) -> CommitInfo | None:
+        """The commit of the active version, None before the first activation."""
+        return self._active
+
+    @property
+    def version(self) -> int:
+        """The active version; -1 before the first activation."""
+        return self._active.version if self._active else -1
+
+    @property
+    def tensors(self) -> PolicyTensors | None:
+        """The active copy."""
+        return self._tensors
+
+    @property
+    def num_heals(self) -> int:
+        """How often a broken chain or a damaged copy was replaced from an anchor."""
+        return self._num_heals
+
+    def head(self) -> int:
+        """The newest published version. Raises `NotFoundError` if there is none yet."""
+        return self._repository.head(self._branch).version
+
+    def wait_for(
+        self, version: int, *, timeout_seconds: float, poll_seconds: float = 0.05
+    ) -> CommitInfo:
+        """The commit of `version`, once it is published.
+
+        Raises `NotFoundError` (VERSION_NOT_FOUND) naming branch, version and head when
+        `timeout_seconds` have passed; asking again later is sound.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            head = self._find_head()
+            if head is not None and head.version >= version:
+                return self._repository.info(version, branch=self._branch)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._not_there(version, head, waited_seconds=timeout_seconds)
+            time.sleep(min(poll_seconds, remaining))
+
+    def stage(
+        self, version: int | None = None, *, minimum: int | None = None, heal: bool = True
+    ) -> StagedVersion:
+        """Fetch and verify a version (None: the head), leaving the active copy as it is.
+
+        With `heal`, a chain that does not fit or does not verify is replaced by the newest
+        anchor at or before the version, and counted. Raises `NotFoundError` for a version that
+        is not there yet or a head below `minimum` (retryable), otherwise `SequenceError` or
+        `IntegrityError` when nothing verifiable can be had.
+        """
+        target = self._target(version, minimum)
+        if self._active is None:
+            return self._stage_anchor(target)
+        try:
+            return self._stage_chain(target, self._active)
+        except (SequenceError, IntegrityError):
+            if not heal:
+                raise
+        return self._heal(target)
+
+    def heal(self, version: int | None = None) -> StagedVersion:
+        """Stage a version from the newest anchor at or before it, whatever is active."""
+        return self._heal(self._target(version, None))
+
+    def activate(self, staged: StagedVersion) -> Activation:
+        """Make a staged version the active one; only changed elements are written.
+
+        Raises `SequenceError` (WRONG_BASE) if another version was activated since staging.
+        """
+        held = self._active.ref if self._active else None
+        if staged.base != held:
+            raise SequenceError(
+                f"version {staged.version} was staged on {staged.base}, active is {held}.",
+                code=ErrorCode.WRONG_BASE,
+                remedy="Stage it again.",
+            )
+        if staged.source == "anchor":
+            self._tensors, self._state = staged.tensors, staged.state
+        elif staged.folded is not None and self._tensors is not None:
+            self._state = staged.folded.advanced()
+            apply_changes(dict(self._tensors.bits), staged.changes or {})
+        self._active = staged.info
+        return Activation(
+            version=staged.version,
+            snapshot_id=staged.info.snapshot_id,
+            tensors=self._held_tensors(),
+            changes=staged.changes,
+        )
+
+    def _heal(self, target: CommitInfo) -> StagedVersion:
+        staged = self._stage_anchor(target)
+        self._num_heals += 1
+        return staged
+
+    def _stage_chain(self, target: CommitInfo, active: CommitInfo) -> StagedVersion:
+        tensors = self._held_tensors()
+        if target.snapshot_id == active.snapshot_id:
+            return self._staged(target, source="none", changes={}, num_bytes=0)
+        infos = self._repository.links_since(target, active.ref)
+        if prefer_anchor(infos):
+            return self._stage_anchor(target)
+        folded = fold(
+            tensors, self._repository.load_links(infos), state=self._state, codecs=self._codecs
+        )
+        check_target(folded, target)
+        return self._staged(
+            target,
+            source="delta",
+            changes=total_changes(tensors, folded),
+            num_bytes=sum(info.payload_bytes for info in infos),
+            folded=folded,
+        )
+
+    def _stage_anchor(self, target: CommitInfo) -> StagedVersion:
+        tensors = self._repository.read_anchor(target)
+        anchor = VersionRef(version=target.anchor_version, snapshot_id="")
+        infos = self._repository.links_since(target, anchor)
+        num_bytes = tensors.num_bytes + sum(info.payload_bytes for info in infos)
+        state: CodecState | None = None
+        if infos:
+            links = self._repository.load_links(infos)
+            folded = fold(tensors, links, state=None, codecs=self._codecs)
+            check_target(folded, target)
+            tensors, state = target_of(folded), folded.advanced()
+        return self._staged(
+            target,
+            source="anchor",
+            changes=None,
+            num_bytes=num_bytes,
+            tensors=tensors,
+            state=state,
+        )
+
+    def _staged(
+        self,
+        info: CommitInfo,
+        *,
+        source: Source,
+        changes: Changes | None,
+        num_bytes: int,
+        tensors: PolicyTensors | None = None,
+        folded: Folded | None = None,
+        state: CodecState | None = None,
+    ) -> StagedVersion:
+        return StagedVersion(
+            info=info,
+            base=self._active.ref if self._active else None,
+            source=source,
+            changes=changes,
+            num_bytes=num_bytes,
+            tensors=tensors,
+            folded=folded,
+            state=state,
+        )
+
+    def _target(self, version: int | None, minimum: int | None) -> CommitInfo:
+        head = self._find_head()
+        wanted = max(v for v in (version, minimum, 0) if v is not None)
+        if head is None or head.version < wanted:
+            raise self._not_there(wanted, head, waited_seconds=0)
+        return head if version is None else self._repository.info(version, branch=self._branch)
+
+    def _find_head(self) -> CommitInfo | None:
+        if not self._repository.has_branch(self._branch):
+            return None
+        return self._repository.find_head(self._branch)
+
+    def _held_tensors(self) -> PolicyTensors:
+        if self._tensors is None:
+            raise SequenceError(
+                "no version is active yet.",
+                code=ErrorCode.MISSING_LINK,
+                remedy="Stage and activate one.",
+            )
+        return self._tensors
+
+    def _not_there(
+        self, version: int, head: CommitInfo | None, *, waited_seconds: float
+    ) -> NotFoundError:
+        found = "nothing" if head is None else f"version {head.version}"
+        waited = f" after {waited_seconds:g} s" if waited_seconds else ""
+        return NotFoundError(
+            f"version {version} is not published on branch {self._branch!r} of "
+            f"{self._repository.location}{waited}; its head is {found}.",
+            code=ErrorCode.VERSION_NOT_FOUND,
+            remedy="Wait for the publisher, or check that it is alive.",
+        )
+
+
+def prefer_anchor(infos: list[CommitInfo]) -> bool:
+    """Whether loading the newest anchor costs fewer bytes than following all of `infos`."""
+    target = infos[-1]
+    if target.anchor_version < infos[0].version:
+        return False
+    since_anchor = sum(i.payload_bytes for i in infos if i.version > target.anchor_version)
+    following = sum(i.payload_bytes for i in infos)
+    broken = any(i.record.delta is None for i in infos)
+    return broken or target.dense_bytes + since_anchor < following

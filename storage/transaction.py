@@ -1,0 +1,107 @@
+"""Writing one version: its groups into a session, then the commit that makes them visible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import icechunk
+import numpy as np
+import zarr
+
+from .backend import translated
+from .bits import PolicyTensors
+from .errors import BackendError, ConflictError, ErrorCode
+from .layout import DELTA_GROUP, RECORD_KEY, STATE_GROUP, TENSORS_KEY
+from .records import VersionRecord, record_to_text, record_to_tree, tensors_to_tree
+from .tree import PackedGroup, pack_group, write_anchor, write_group
+
+PAYLOAD_COLUMN = "payload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionContent:
+    """Everything a commit writes. `stale_groups` are removed first."""
+
+    record: VersionRecord
+    tensors: PolicyTensors
+    digests: Mapping[str, str]
+    delta: PackedGroup | None
+    tables: Mapping[str, PackedGroup]
+    state: PackedGroup | None
+    stale_groups: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to be written, before compression."""
+        groups = [*self.tables.values(), self.delta, self.state]
+        packed = sum(group.data.size for group in groups if group is not None)
+        return packed + (self.tensors.num_bytes if self.record.is_anchor else 0)
+
+
+def pack_payload(payload: bytes) -> PackedGroup:
+    """A delta's payload as the packed group `policy/delta`."""
+    return pack_group(None, {PAYLOAD_COLUMN: np.frombuffer(payload, dtype=np.uint8)})
+
+
+class Transaction:
+    """One session on a branch, opened at the parent it will be committed on."""
+
+    def __init__(self, session: icechunk.Session, *, location: str) -> None:
+        self._session = session
+        self._location = location
+
+    def write(self, content: VersionContent) -> None:
+        """Write the version's bytes; nothing is visible yet. Raises `BackendError`."""
+        with translated(
+            f"write version {content.record.version}",
+            location=self._location,
+            absent=BackendError,
+            absent_code=ErrorCode.BACKEND_UNAVAILABLE,
+            needed_bytes=content.num_bytes,
+        ):
+            root = zarr.open_group(self._session.store, mode="r+")
+            _write_content(root, content)
+
+    def commit(self, content: VersionContent) -> str:
+        """Move the branch to the new version; returns its snapshot id.
+
+        Raises `ConflictError` (STALE_PARENT) if the branch moved, `BackendError` otherwise.
+        """
+        record = content.record
+        with translated(
+            f"commit version {record.version}",
+            location=self._location,
+            absent=ConflictError,
+            absent_code=ErrorCode.STALE_PARENT,
+            needed_bytes=content.num_bytes,
+        ):
+            return self._session.commit(
+                f"policy version {record.version}",
+                metadata={RECORD_KEY: record_to_text(record)},
+            )
+
+
+def _write_content(root: zarr.Group, content: VersionContent) -> None:
+    for group in content.stale_groups:
+        del root[group]
+    if content.delta is not None:
+        write_group(root, DELTA_GROUP, content.delta, compress=False)
+    for name, table in content.tables.items():
+        write_group(root, name, table, compress=True)
+    if content.state is not None:
+        write_group(root, STATE_GROUP, content.state, compress=False)
+    tensors = tensors_to_tree(content.tensors.specs, content.digests)
+    if content.record.is_anchor:
+        write_anchor(root, content.tensors, attributes=_anchor_attributes(content, tensors))
+    root.attrs.put({RECORD_KEY: record_to_tree(content.record), TENSORS_KEY: tensors})
+
+
+def _anchor_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, Any]:
+    record = content.record
+    return {
+        "version": record.version,
+        "state_digest": record.state_digest,
+        TENSORS_KEY: tensors,
+    }

@@ -1,0 +1,210 @@
+"""Reading and writing the parts of a version's Zarr tree: packed groups and anchor tensors.
+
+Zarr answers a lost chunk with the fill value. Nothing here relies on that: packed data carries
+a digest of its bytes, and anchor tensors are checked against their tensor digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zarr
+from zarr.codecs import ZstdCodec
+
+from .backend import translated
+from .bits import BitArray, PolicyTensors, TensorSpec, tensor_digest, uint_dtype
+from .errors import ErrorCode, IntegrityError, StorageError
+from .layout import ANCHOR_GROUP, DATA_ARRAY, MAX_CHUNK_BYTES, PACKED_KEY, chunk_shape, tensor_node
+from .packing import (
+    Arrays,
+    Values,
+    dump_plain,
+    from_plain,
+    parse_columns,
+    plan_columns,
+    read_columns,
+    to_plain,
+    write_columns,
+)
+
+_REMEDY = "Run `deltaloom verify`; another anchor or a copy of the store repairs it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedGroup:
+    """Values and arrays ready to be written as `<group>/data`.
+
+    `header` is `{"columns": ..., "values": ...}` in plain JSON, `data` uint8 [num_bytes];
+    `digest` is the xxh3-128 of the canonical header text followed by the data.
+    """
+
+    header: Mapping[str, Any]
+    data: npt.NDArray[np.uint8]
+    digest: str
+
+
+def pack_group(values: Values, arrays: Arrays) -> PackedGroup:
+    """Lay out values and arrays for a packed group. Raises `InputError` as `packing.pack`."""
+    columns, num_bytes = plan_columns(arrays)
+    data = np.zeros(num_bytes, dtype=np.uint8)
+    write_columns(data.data, columns, arrays)
+    header = {"columns": [c.to_json() for c in columns], "values": to_plain(values)}
+    return PackedGroup(header=header, data=data, digest=_packed_digest(header, data))
+
+
+def write_group(root: zarr.Group, path: str, group: PackedGroup, *, compress: bool) -> None:
+    """Write a packed group, replacing what was there."""
+    array = root.create_array(
+        f"{path}/{DATA_ARRAY}",
+        shape=group.data.shape,
+        chunks=(max(1, min(group.data.size, MAX_CHUNK_BYTES)),),
+        dtype="uint8",
+        compressors=ZstdCodec(level=1) if compress else None,
+        fill_value=0,
+        overwrite=True,
+        attributes={PACKED_KEY: {**group.header, "digest": group.digest}},
+    )
+    array[...] = group.data
+
+
+def read_group(
+    root: zarr.Group, path: str, *, digest: str, where: str
+) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
+    """Values and arrays of a packed group, checked against the digest in the version's record.
+
+    Raises `IntegrityError` naming the group. The arrays are views of one buffer.
+    """
+    path = f"{path}/{DATA_ARRAY}"
+    array = _array(root, path, where=where)
+    packed = array.attrs.asdict().get(PACKED_KEY)
+    if array.dtype != np.uint8 or array.ndim != 1 or not isinstance(packed, dict):
+        raise IntegrityError(
+            f"{path} of {where} is not a packed array.", code=ErrorCode.CORRUPT_PAYLOAD
+        )
+    data = _read_whole(array, path, where=where)
+    header = {key: packed.get(key) for key in ("columns", "values")}
+    found = _packed_digest(header, data)
+    if found != digest:
+        raise _mismatch(path, where, found=found, expected=digest)
+    columns = parse_columns(header["columns"], data_bytes=data.size)
+    return from_plain(header["values"]), read_columns(data.data, columns)
+
+
+def write_anchor(
+    root: zarr.Group, tensors: PolicyTensors, *, attributes: Mapping[str, Any]
+) -> None:
+    """Write every tensor as one array of `policy/anchor`, dropping the previous anchor."""
+    anchor = root.create_group(ANCHOR_GROUP, overwrite=True, attributes=dict(attributes))
+    for spec in tensors.specs:
+        bits = tensors.bits[spec.name]
+        array = anchor.create_array(
+            tensor_node(spec.name),
+            shape=spec.shape,
+            chunks=chunk_shape(spec.shape, item_bytes=bits.itemsize),
+            dtype=bits.dtype.name,
+            compressors=ZstdCodec(level=1),
+            fill_value=0,
+            attributes=spec.to_json(),
+        )
+        array[...] = bits
+
+
+def anchor_attributes(root: zarr.Group, *, where: str) -> dict[str, Any]:
+    """Attributes of `policy/anchor`. Raises `IntegrityError` if there is none."""
+    node = root.get(ANCHOR_GROUP)
+    if not isinstance(node, zarr.Group):
+        raise _missing(ANCHOR_GROUP, where)
+    return node.attrs.asdict()
+
+
+def read_anchor(
+    root: zarr.Group, specs: tuple[TensorSpec, ...], digests: Mapping[str, str], *, where: str
+) -> PolicyTensors:
+    """Every tensor of the newest anchor, each checked against its digest.
+
+    Raises `IntegrityError` naming the tensor. The arrays are fresh, writable and contiguous.
+    """
+    bits = {spec.name: _read_tensor(root, spec, where=where) for spec in specs}
+    for spec in specs:
+        found, expected = tensor_digest(bits[spec.name]), digests[spec.name]
+        if found != expected:
+            path = f"{ANCHOR_GROUP}/{tensor_node(spec.name)}"
+            raise _mismatch(path, where, found=found, expected=expected)
+    return PolicyTensors(specs=specs, bits=bits)
+
+
+def _read_tensor(root: zarr.Group, spec: TensorSpec, *, where: str) -> BitArray:
+    path = f"{ANCHOR_GROUP}/{tensor_node(spec.name)}"
+    array = _array(root, path, where=where)
+    if array.shape != spec.shape or array.dtype != uint_dtype(spec.dtype):
+        raise IntegrityError(
+            f"{path} of {where} must be {spec.dtype}{list(spec.shape)} bits, "
+            f"got {array.dtype}{list(array.shape)}.",
+            code=ErrorCode.CORRUPT_PAYLOAD,
+        )
+    return _read_whole(array, path, where=where)
+
+
+def _array(root: zarr.Group, path: str, *, where: str) -> zarr.Array[Any]:
+    node = root.get(path)
+    if not isinstance(node, zarr.Array):
+        raise _missing(path, where)
+    return node
+
+
+def _read_whole(array: zarr.Array[Any], path: str, *, where: str) -> npt.NDArray[Any]:
+    """The whole array, or an error that names the first chunk which cannot be read."""
+    out = np.empty(array.shape, dtype=array.dtype)
+    try:
+        with _reading(path, where):
+            out[...] = array[...]
+    except StorageError:
+        for chunk, region in _regions(array):
+            with _reading(f"chunk {chunk} of {path}", where):
+                out[region] = array[region]
+    return out
+
+
+def _reading(what: str, where: str) -> Any:
+    return translated(
+        f"read {what}",
+        location=where,
+        absent=IntegrityError,
+        absent_code=ErrorCode.CORRUPT_PAYLOAD,
+    )
+
+
+def _regions(array: zarr.Array[Any]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+    for index in product(*map(range, counts)):
+        yield (
+            index,
+            tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, array.chunks, strict=True)),
+        )
+
+
+def _packed_digest(header: Mapping[str, Any], data: npt.NDArray[np.uint8]) -> str:
+    hasher = xxhash.xxh3_128(dump_plain(header).encode())
+    hasher.update(data.data)
+    return hasher.hexdigest()
+
+
+def _missing(path: str, where: str) -> IntegrityError:
+    return IntegrityError(
+        f"{path} of {where} is missing.", code=ErrorCode.CORRUPT_PAYLOAD, remedy=_REMEDY
+    )
+
+
+def _mismatch(path: str, where: str, *, found: str, expected: str) -> IntegrityError:
+    return IntegrityError(
+        f"{path} of {where} has digest {found}, expected {expected}: "
+        f"a chunk is damaged or missing.",
+        code=ErrorCode.DIGEST_MISMATCH,
+        remedy=_REMEDY,
+    )
