@@ -81,6 +81,8 @@ class StepRecord:
     metrics: Mapping[str, float]
     accounting: Accounting
     elapsed_seconds: float
+    step_rate: float
+    """Steps a second since the run was started or resumed."""
 
 
 class TrainingRole(Protocol):
@@ -372,13 +374,15 @@ class Driver:
     def _record(
         self, outcome: StepResult, committed: Committed | None, *, extra: Mapping[str, float]
     ) -> None:
+        elapsed = time.monotonic() - self._started
         record = StepRecord(
             step=outcome.step,
             steps=self._state.last_step,
             committed=committed,
             metrics={**outcome.metrics, **extra},
             accounting=self._ledger.accounting(),
-            elapsed_seconds=time.monotonic() - self._started,
+            elapsed_seconds=elapsed,
+            step_rate=(outcome.step - self._state.first_step + 1) / elapsed,
         )
         for observer in self._observers:
             observer.on_step(record)

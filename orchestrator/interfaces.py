@@ -75,8 +75,12 @@ class Model(Component, Protocol):
         """A float32 module whose parameters are those of v0, a function of config and seed.
 
         Its `state_dict` uses HF tensor names. `module(tokens)` with int64 [B, T] gives logits
-        [B, T, V]; `module(tokens, cache=c, positions=p)` continues from a key-value cache made
-        by `module.new_cache(batch_size, max_length)`.
+        [B, T, V], and with `at=places` int64 [n] only [n, V] at those flat places of [B, T].
+        `module(tokens, cache=c, positions=p)` continues from a key-value cache made by
+        `module.new_cache(batch_size, max_length)`: each token is written at its position in its
+        row and sees all up to it, so rows are padded on the right. `cache.select(rows)` is a
+        cache of those rows. `module.max_length`, where there is one, bounds prompt and
+        completion together.
         """
         ...
 
@@ -193,7 +197,8 @@ class Optimizer(Component, Protocol):
 class Trainer(Component, Protocol):
     """Holds the policy being trained.
 
-    Built as `Trainer(config, model=, algorithm=, optimizer=, num_threads=)`.
+    Built as `Trainer(config, model=, algorithm=, optimizer=, sampling=, num_threads=)`: logprobs
+    are of the distribution that `sampling` draws from, before top-p.
     """
 
     def initialize(self, *, seed: int) -> None:

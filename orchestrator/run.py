@@ -54,7 +54,8 @@ class RunRequest:
     """What a person asks for with `run`. Paths may be relative to the current directory."""
 
     pipeline_path: Path
-    run_dir: Path
+    run_dir: Path | None
+    """None only for a plan that is not to check the place."""
     overlay: Mapping[str, Any]
     plugins_dir: Path | None = None
     selection: Selection | None = None
@@ -76,7 +77,9 @@ def prepare(request: RunRequest) -> Prepared:
 
     Raises `ConfigError`, `PipelineError`, `PluginError` or `RunError`.
     """
-    run_dir = run_dirs.check_new(request.run_dir)
+    run_dir = run_dirs.RunDir(Path.cwd())
+    if request.run_dir is not None:
+        run_dir = run_dirs.check_new(request.run_dir)
     manifest = RunManifest(
         pipeline_path=str(request.pipeline_path.absolute()),
         pipeline_source=_source_text(request.pipeline_path),

@@ -1,0 +1,110 @@
+"""`run` and `resume`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import load_overlays, merge
+from .output import DebugFlag, JsonFlag, PluginsDirOption, print_json
+
+Pipeline = Annotated[Path, typer.Argument(help="Python file that defines `pipeline`.")]
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Option("--config", help="TOML file; later ones win.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="One option, KEY=VALUE, for example train.optimizer.lr=1e-5."),
+]
+Nodes = Annotated[list[str] | None, typer.Option("--nodes", help="Run only this node; repeatable.")]
+FromNodes = Annotated[
+    list[str] | None, typer.Option("--from-nodes", help="Run from this node on; repeatable.")
+]
+ToNodes = Annotated[
+    list[str] | None, typer.Option("--to-nodes", help="Run up to this node; repeatable.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Training steps in all.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs of this module."""
+    app.command()(run)
+    app.command()(resume)
+
+
+def overlay_of(
+    files: Sequence[Path] | None, overrides: Sequence[str] | None, **pipeline_options: Any
+) -> Mapping[str, Any]:
+    """All options given on the command line as one tree; named flags win over `--set`."""
+    given = {key: value for key, value in pipeline_options.items() if value is not None}
+    tree = load_overlays(files or (), overrides or ())
+    return merge(tree, {"pipeline": given}) if given else tree
+
+
+def run(
+    pipeline: Pipeline,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for the run; must be new.")],
+    steps: Steps = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Root of all randomness.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Rollout worker processes.")
+    ] = None,
+    executor: Annotated[str | None, typer.Option("--executor", help="Executor plugin.")] = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
+    plugins_dir: PluginsDirOption = None,
+    nodes: Nodes = None,
+    from_nodes: FromNodes = None,
+    to_nodes: ToNodes = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Run a pipeline in a new run directory."""
+    from ..plan import Selection
+    from ..progress import progress_observer
+    from ..run import RunRequest, prepare, start_run
+
+    request = RunRequest(
+        pipeline_path=pipeline,
+        run_dir=run_dir,
+        overlay=overlay_of(
+            config, overrides, steps=steps, seed=seed, workers=workers, executor=executor
+        ),
+        plugins_dir=plugins_dir,
+        selection=Selection(
+            from_nodes=tuple(from_nodes or ()),
+            to_nodes=tuple(to_nodes or ()),
+            nodes=tuple(nodes or ()),
+        ),
+    )
+    prepared = prepare(request)
+    with progress_observer(quiet=json) as observer:
+        summary = start_run(prepared, observers=[observer])
+    _close(summary, json=json)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    steps: Steps = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Continue a run from its newest version, exactly."""
+    from ..progress import progress_observer
+    from ..run import resume_run
+
+    with progress_observer(quiet=json) as observer:
+        summary = resume_run(run, steps=steps, observers=[observer])
+    _close(summary, json=json)
+
+
+def _close(summary: Mapping[str, Any], *, json: bool) -> None:
+    from ..progress import closing_text
+
+    if json:
+        print_json(summary)
+    else:
+        typer.echo(closing_text(summary))

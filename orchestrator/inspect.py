@@ -1,0 +1,244 @@
+"""Questions about a stored run, answered as JSON values: log, show, diff, status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..storage.bits import PolicyTensors
+from ..storage.codec import DeltaCodec
+from ..storage.records import CommitInfo
+from ..storage.repository import PolicyRepository
+from .accounting import Accounting, accounting_from_json
+from .errors import RunError, RunErrorCode
+from .run_dir import RunDir, RunManifest, open_run
+
+Json = dict[str, Any]
+MAX_TEXT_CHARS = 60
+
+
+def find_run(path: Path | None) -> Path:
+    """The run meant: the path given, or the newest one in `runs/`. Raises `RunError`."""
+    if path is not None:
+        return path
+    candidates = [file.parent for file in Path("runs").glob("*/run.json")]
+    if not candidates:
+        raise RunError(
+            f"no run was named and there is none in {str(Path('runs').absolute())!r}.",
+            code=RunErrorCode.RUN_NOT_FOUND,
+            remedy="Name one with --run.",
+        )
+    return max(candidates, key=lambda run: run.stat().st_mtime)
+
+
+class StoredRun:
+    """A run opened for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir: RunDir
+        self.manifest: RunManifest
+        self.run_dir, self.manifest = open_run(path)
+        self.repository = PolicyRepository.open(self.manifest.store_url, read_only=True)
+
+    def info(self, ref: str) -> CommitInfo:
+        """A version by number, tag, branch, `branch@number` or snapshot id."""
+        number = int(ref) if ref.lstrip("-").isdigit() else None
+        return self.repository.info(
+            number if number is not None else ref, branch=self.manifest.branch
+        )
+
+    def log(self, *, limit: int | None = None) -> list[Json]:
+        """Versions of the run's branch, newest first."""
+        infos = self.repository.log(self.manifest.branch, limit=limit)
+        return [version_line(info) for info in infos]
+
+    def show(self, ref: str) -> Json:
+        """Everything about one version: commit, metrics, ledger rows, tensors."""
+        info = self.info(ref)
+        specs, digests = self.repository.tensor_list(info)
+        return {
+            **version_line(info),
+            "written_at": info.written_at,
+            "parent_snapshot_id": info.parent_snapshot_id,
+            "codec": info.codec,
+            "anchor_version": info.anchor_version,
+            "state_version": info.state_version,
+            "state_digest": info.state_digest,
+            "attributes": dict(info.attributes),
+            "ledger": self.ledger(info),
+            "tensors": [{**spec.to_json(), "digest": digests[spec.name]} for spec in specs],
+        }
+
+    def ledger(self, info: CommitInfo) -> list[Json]:
+        """Rows of the groups a version closed; none for v0."""
+        if "ledger" not in info.record.tables:
+            return []
+        values, arrays = self.repository.read_table(info.snapshot_id, "ledger")
+        return [
+            {
+                **{name: column[row] for name, column in values.items()},
+                **{name: _plain(column[row]) for name, column in arrays.items()},
+            }
+            for row in range(len(values["group_id"]))
+        ]
+
+    def show_group(self, group_id: str) -> Json:
+        """A group's ledger row, the version that closed it, and its rollouts as trained.
+
+        Raises `RunError` for a group no stored version mentions.
+        """
+        step = group_id.partition("/")[0]
+        if step.isdigit():
+            info = self.info(step)
+            for row in self.ledger(info):
+                if row["group_id"] == group_id:
+                    rollouts = self._rollouts(info, group_id)
+                    return {"version": info.version, "row": row, "rollouts": rollouts}
+        raise RunError(
+            f"no version of {str(self.run_dir.path)!r} has a group {group_id!r}.",
+            code=RunErrorCode.RUN_NOT_FOUND,
+            remedy="Groups are named step/index; `deltaloom show VERSION` lists them.",
+        )
+
+    def diff(self, first: str, second: str, codecs: Mapping[str, DeltaCodec]) -> Json:
+        """What changed from one version to another: elements by tensor, reward, ledger rows."""
+        before, after = self.info(first), self.info(second)
+        old = self.repository.read_policy(before.snapshot_id, codecs)
+        new = self.repository.read_policy(after.snapshot_id, codecs)
+        tensors = compare_tensors(old, new)
+        return {
+            "from": version_line(before),
+            "to": version_line(after),
+            "changed": sum(row["changed"] for row in tensors),
+            "elements": sum(row["elements"] for row in tensors),
+            "reward_change": _change(before, after, "reward"),
+            "tensors": tensors,
+            "ledger_rows": self._rows_between(before, after),
+        }
+
+    def status(self) -> Json:
+        """Where the run stands: head, accounting, last metrics, whether a driver holds it."""
+        head = self.repository.find_head(self.manifest.branch)
+        accounting = accounting_from_json(head.attributes["accounting"]) if head else Accounting()
+        live = self._live_accounting(head)
+        config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
+        steps = config["pipeline"]["steps"]
+        version = head.version if head else -1
+        return {
+            "run_dir": str(self.run_dir.path),
+            "store": self.manifest.store_url,
+            "branch": self.manifest.branch,
+            "version": version,
+            "snapshot_id": head.snapshot_id if head else "",
+            "steps": steps,
+            "finished": version >= steps,
+            "accounting": (live or accounting).to_json(),
+            "closed": (live or accounting).is_closed,
+            "accounting_line": (live or accounting).line(),
+            "metrics": dict(head.attributes["metrics"]) if head else {},
+        }
+
+    def _live_accounting(self, head: CommitInfo | None) -> Accounting | None:
+        """In flight and buffered rollouts as of the last line a running driver wrote."""
+        last = last_json_line(self.run_dir.metrics_file)
+        if last is None or head is None or last.get("version") != head.version:
+            return None
+        names = ("dispatched", "trained", "dropped", "invalid", "in_flight", "buffered")
+        reasons = head.attributes["accounting"]["reasons"]
+        return accounting_from_json(
+            {**{name: last[f"rollouts_{name}"] for name in names}, "reasons": reasons}
+        )
+
+    def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
+        low, high = sorted((before.version, after.version))
+        return [
+            {"version": version, **row}
+            for version in range(low + 1, high + 1)
+            for row in self.ledger(self.repository.info(version, branch=self.manifest.branch))
+        ]
+
+    def _rollouts(self, info: CommitInfo, group_id: str) -> list[Json]:
+        from .batching import batch_from_columns
+
+        values, arrays = self.repository.read_table(info.snapshot_id, "batch")
+        batch = batch_from_columns(arrays, values)
+        if group_id not in batch.group_ids:
+            return []
+        group = batch.group_ids.index(group_id)
+        ends = np.cumsum(batch.lengths)
+        return [
+            {
+                "tokens": batch.tokens[ends[row] - batch.lengths[row] : ends[row]].tolist(),
+                "reward": float(batch.rewards[row]),
+                "advantage": float(batch.advantages[ends[row] - 1]),
+                "versions": batch.versions[ends[row] - batch.lengths[row] : ends[row]].tolist(),
+            }
+            for row in np.flatnonzero(batch.group_index == group)
+            if batch.lengths[row]
+        ]
+
+
+def version_line(info: CommitInfo) -> Json:
+    """One version in short."""
+    metrics = info.attributes.get("metrics", {})
+    return {
+        "version": info.version,
+        "snapshot_id": info.snapshot_id,
+        "is_anchor": info.is_anchor,
+        "weight_bytes": info.weight_bytes,
+        "dense_bytes": info.dense_bytes,
+        "changed": info.num_changed,
+        "elements": info.num_elements,
+        "reward": metrics.get("reward"),
+        "staleness": metrics.get("staleness"),
+    }
+
+
+def compare_tensors(old: PolicyTensors, new: PolicyTensors) -> list[Json]:
+    """Changed elements of each tensor, by bits. A tensor on one side alone counts as changed."""
+    names = {spec.name: spec for spec in (*old.specs, *new.specs)}
+    rows = []
+    for name, spec in sorted(names.items()):
+        before, after = old.bits.get(name), new.bits.get(name)
+        if before is None or after is None or before.shape != after.shape:
+            changed = spec.num_elements
+        else:
+            changed = int(np.count_nonzero(before != after))
+        rows.append(
+            {
+                "tensor": name,
+                "elements": spec.num_elements,
+                "changed": changed,
+                "fraction": changed / spec.num_elements if spec.num_elements else 0.0,
+            }
+        )
+    return rows
+
+
+def last_json_line(path: Path) -> Json | None:
+    """The last whole line of a JSON-lines file; None if there is none."""
+    if not path.is_file():
+        return None
+    lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
+    for line in reversed(lines):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _change(before: CommitInfo, after: CommitInfo, metric: str) -> float | None:
+    old = before.attributes["metrics"].get(metric)
+    new = after.attributes["metrics"].get(metric)
+    return None if old is None or new is None else new - old
+
+
+def _plain(value: Any) -> Any:
+    item = value.item()
+    return None if isinstance(item, float) and not np.isfinite(item) else item
