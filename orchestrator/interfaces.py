@@ -247,6 +247,11 @@ class Tracker(Component, Protocol):
         """One JSON-like record: `step`, `version`, `time` and metrics."""
         ...
 
+    def last_step(self) -> int:
+        """The newest step it has a record of, 0 if none. After a crash the missing ones are
+        logged again from the store."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -1,8 +1,24 @@
-"""Options of the pipeline and of each role; plugins own the options of their components."""
+"""Options of the pipeline and of each role; plugins own the options of their components.
+
+Values out of range are refused when the options are built, so that `plan` finds them too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import ConfigError, RunErrorCode
+
+
+def check_least(options: Any, **least: float) -> None:
+    """Raise `ConfigError` for the first option below its least value."""
+    for name, limit in least.items():
+        value = getattr(options, name)
+        if not value >= limit:
+            raise ConfigError(
+                f"{name} must be at least {limit:g}, got {value!r}.", code=RunErrorCode.WRONG_TYPE
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +47,19 @@ class PipelineOptions:
     stall_seconds: float = 600.0
     """Longest the run may make no progress at all before it stops with a report of waits."""
 
+    def __post_init__(self) -> None:
+        check_least(
+            self,
+            steps=0,
+            max_staleness=0,
+            workers=1,
+            worker_threads=1,
+            trainer_threads=1,
+            max_attempts=1,
+            max_empty_steps=1,
+            stall_seconds=1,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
@@ -58,10 +87,18 @@ class RolloutOptions:
     """Prompts of one rollout task. Fixes what is batched together, whatever the workers."""
     timeout_seconds: float = 600.0
     """Longest one rollout task may go without progress."""
-    on_failure: str = "drop"
+    on_failure: Literal["drop", "stop"] = "drop"
     """What a task that failed `max_attempts` times does: `drop` its groups, or `stop`."""
     verifier: str = ""
     """Verifier plugin that checks groups before admission; empty: none."""
+
+    def __post_init__(self) -> None:
+        check_least(self, max_new_tokens=1, group_size=1, prompts_per_task=1, temperature=0)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p must be above 0 and at most 1, got {self.top_p!r}.",
+                code=RunErrorCode.WRONG_TYPE,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +109,9 @@ class ScoreOptions:
     """Longest one rollout's scoring may take; beyond it the rollout counts as timeout."""
     max_timeouts_per_task: int = 3
     """Timeouts in one task after which its unscored rollouts count as timeouts too."""
+
+    def __post_init__(self) -> None:
+        check_least(self, timeout_seconds=0.001, max_timeouts_per_task=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +140,6 @@ class PublishOptions:
     """Versions between copies of the trainer's state; those between are rebuilt by replay."""
     timeout_seconds: float = 600.0
     """Longest one commit may take."""
+
+    def __post_init__(self) -> None:
+        check_least(self, anchor_every=1, state_every=1)

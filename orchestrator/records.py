@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting
-from .driver import StepRecord
+from .committing import committed_of
+from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerJoined, WorkerLeft
+from .interfaces import Tracker
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
 
 if TYPE_CHECKING:
+    from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
 
 
@@ -25,13 +29,23 @@ class RunRecorder:
         pipeline: ResolvedPipeline,
         repository: PolicyRepository,
         *,
+        branch: str,
         head: int,
     ) -> None:
+        self._branch = branch
         self._run_dir = run_dir
         self._pipeline = pipeline
         self._repository = repository
-        self._trackers = [part.create(run_dir=run_dir.path) for part in pipeline.trackers]
-        self._head = head
+        self._trackers: list[Tracker] = [
+            part.create(run_dir=run_dir.path) for part in pipeline.trackers
+        ]
+        for tracker in self._trackers:
+            self._log_missing(tracker, head)
+
+    def _log_missing(self, tracker: Tracker, head: int) -> None:
+        """Give a tracker the committed versions that a crash kept from it."""
+        for version in range(tracker.last_step() + 1, head + 1):
+            tracker.log(stored_line(self._repository.info(version, branch=self._branch)))
 
     def on_task(self, result: TaskResult, *, started_seconds: float) -> None:
         append_json_line(
@@ -76,7 +90,7 @@ class RunRecorder:
 
     def summary(self, accounting: Accounting, *, seconds: float) -> dict[str, Any]:
         """The figures of the whole run, over all its attempts, from the store itself."""
-        branch = self._repository.log()
+        branch = self._repository.log(self._branch)
         rewards = [
             info.attributes["metrics"]["reward"]
             for info in reversed(branch)
@@ -99,6 +113,18 @@ class RunRecorder:
         }
 
 
+def stored_line(info: CommitInfo) -> Mapping[str, Any]:
+    """A step as trackers get it, from its commit; what only the run knew is left out."""
+    accounting = info.attributes["accounting"]
+    return {
+        "step": info.version,
+        "time": datetime.fromisoformat(info.written_at).timestamp(),
+        **info.attributes["metrics"],
+        **_committed_fields(committed_of(info)),
+        **{f"rollouts_{name}": n for name, n in accounting.items() if name != "reasons"},
+    }
+
+
 def step_line(record: StepRecord) -> Mapping[str, Any]:
     """A step as trackers get it."""
     line: dict[str, Any] = {
@@ -108,12 +134,16 @@ def step_line(record: StepRecord) -> Mapping[str, Any]:
         **record.metrics,
     }
     if record.committed is not None:
-        line |= {
-            "version": record.committed.version,
-            "snapshot_id": record.committed.snapshot_id,
-            "weight_bytes": record.committed.weight_bytes,
-            "dense_bytes": record.committed.dense_bytes,
-            "is_anchor": record.committed.is_anchor,
-        }
+        line |= _committed_fields(record.committed)
     line |= {f"rollouts_{k}": v for k, v in record.accounting.to_json().items() if k != "reasons"}
     return line
+
+
+def _committed_fields(committed: Committed) -> dict[str, Any]:
+    return {
+        "version": committed.version,
+        "snapshot_id": committed.snapshot_id,
+        "weight_bytes": committed.weight_bytes,
+        "dense_bytes": committed.dense_bytes,
+        "is_anchor": committed.is_anchor,
+    }

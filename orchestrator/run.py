@@ -250,7 +250,13 @@ class _Session:
             head_version=start.head,
             max_attempts=options.max_attempts,
         )
-        recorder = RunRecorder(self._run_dir, self._pipeline, self._repository, head=start.head)
+        recorder = RunRecorder(
+            self._run_dir,
+            self._pipeline,
+            self._repository,
+            branch=self._prepared.manifest.branch,
+            head=start.head,
+        )
         executor = self._executor()
         try:
             self._plugins.hook.before_run_start(

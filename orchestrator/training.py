@@ -106,7 +106,8 @@ def close_row(
     trained = 0
     for index, score in enumerate(scored.scores):
         if not score.is_value:
-            reasons[f"invalid: {score.status}: {score.reason}"[:200]] += 1
+            kind = "timeout: " if score.status == "timeout" else ""
+            reasons[f"invalid: {kind}{score.reason}"[:200]] += 1
         elif advantages is not None and advantages.mask[index]:
             trained += 1
         else:

@@ -143,6 +143,20 @@ def test_a_killed_driver_takes_its_workers_along_and_resumes_to_the_same_run(
     assert versions(run_dir) == versions(whole)
 
 
+def test_metrics_lost_in_a_crash_are_logged_again_from_the_store(tmp_path: Path) -> None:
+    pipeline, run_dir = tiny_pipeline(tmp_path, steps=4), tmp_path / "run"
+    assert deltaloom("run", pipeline, "--run-dir", run_dir).status == 0
+    metrics = run_dir / "metrics.jsonl"
+    whole = [json.loads(line) for line in metrics.read_text().splitlines()]
+    kept = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(kept[:2]) + kept[2][:20])
+    assert deltaloom("resume", run_dir, "--steps", "5").status == 0
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for name in ("reward", "loss", "snapshot_id", "weight_bytes", "rollouts_trained"):
+        assert [line[name] for line in lines[:4]] == [line[name] for line in whole]
+
+
 def test_a_changed_pipeline_is_refused_with_the_difference(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, steps=2)
     run_dir = tmp_path / "run"

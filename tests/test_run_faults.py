@@ -16,7 +16,11 @@ import pytest
 from .run_support import command, deltaloom, tiny_pipeline, versions, worker_pids
 
 FAULTY = '''
-import math, os, threading
+import math
+
+def every_digit(step, rng):
+    firsts = [(4 * step + index) % 10 for index in range(4)]
+    return [Prompt(f"{first}7=", answer=f"7{first}") for first in firsts]
 
 def faulty(rollout):
     """Value, abstention, Invalid, NaN, infinity, an exception, by the prompt's first digit."""
@@ -40,7 +44,9 @@ def run_summary(run_dir: Path) -> dict[str, object]:
 
 
 def test_a_failed_score_is_never_a_reward_and_is_counted_by_reason(tmp_path: Path) -> None:
-    pipeline = tiny_pipeline(tmp_path, functions=FAULTY, by="faulty", steps=6)
+    pipeline = tiny_pipeline(
+        tmp_path, functions=FAULTY, source="every_digit", by="faulty", steps=6
+    )
     done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", "--json")
     assert done.status == 0, done.err
     summary = done.json

@@ -30,7 +30,7 @@ class JsonlTracker:
     """Appends records and flushes each, so that a crash costs at most the last one."""
 
     name: ClassVar[str] = "jsonl"
-    Config = JsonlConfig
+    Config: ClassVar[type[Any]] = JsonlConfig
 
     def __init__(self, config: JsonlConfig, *, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / config.file_name
@@ -42,6 +42,11 @@ class JsonlTracker:
         """Write one record. NaN and infinities become null, their keys listed in `nonfinite`."""
         self._file.write(to_strict_json(record) + "\n")
         self._file.flush()
+
+    def last_step(self) -> int:
+        """The step of the last line, 0 if there is none."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        return int(json.loads(lines[-1]).get("step", 0)) if lines else 0
 
     def close(self) -> None:
         self._file.close()
