@@ -22,12 +22,18 @@ def write_result(name: str, payload: Mapping[str, Any]) -> Path:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
         "python": platform.python_version(),
-        "command": " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "result": payload,
     }
     path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     return path
+
+
+def _command() -> str:
+    """The command line, without the folders of this machine."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
 
 
 def _commit() -> str:

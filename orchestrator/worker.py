@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..storage.errors import InputError
 from .errors import PluginError, RunErrorCode, TaskError, boundary
 from .executor import TaskSpec, WorkerBootstrap
 from .interfaces import Engine, GenerateRequest, Model, Tokenizer
@@ -241,7 +242,10 @@ def _check_prompt(prompt: Any, *, where: str, default_id: str, by: Tokenizer) ->
         raise _bad_prompt(f"{where}: must be a Prompt, got {prompt!r}.")
     with boundary(TaskError, where):
         num_tokens = len(by.encode(prompt.text))
+    try:
         pack_prompts([prompt])
+    except InputError as error:
+        raise _bad_prompt(f"{where}: {error}") from error
     if num_tokens == 0:
         raise _bad_prompt(f"{where}: prompt {prompt.text!r} has no tokens.")
     if prompt.id:

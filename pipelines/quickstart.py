@@ -16,7 +16,9 @@ PROMPTS_PER_STEP = 16
 
 def prompts(step: int, rng: random.Random) -> list[Prompt]:
     """Digits to reverse, three or four at a time; the answer is what a scorer compares with."""
-    texts = ["".join(rng.choices("0123456789", k=rng.choice((3, 4)))) for _ in range(16)]
+    texts = [
+        "".join(rng.choices("0123456789", k=rng.choice((3, 4)))) for _ in range(PROMPTS_PER_STEP)
+    ]
     return [Prompt(text + "=", answer=text[::-1]) for text in texts]
 
 
@@ -25,7 +27,7 @@ pipeline = Pipeline(
     rollout("prompts", to="groups", engine="torch", group_size=16, max_new_tokens=6),
     score("groups", to="scored", by=position_match),
     train("scored", trainer="torch", algorithm="grpo", optimizer="adamw", lr=2e-3),
-    publish(codec="raw", anchor_every=50, state_every=10),
+    publish(codec="context", anchor_every=50, state_every=10),
     model=use("transformer", alphabet="0123456789="),
     max_staleness=1,
     steps=320,

@@ -76,7 +76,7 @@ class GRPO:
     """Advantages within each group; clipped surrogate on the ratio to the rollout policy."""
 
     name: ClassVar[str] = "grpo"
-    Config = GRPOConfig
+    Config: ClassVar[type[Any]] = GRPOConfig
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config

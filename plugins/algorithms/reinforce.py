@@ -47,7 +47,7 @@ class Reinforce:
     """Reward minus baseline, times the gradient of the log-probability."""
 
     name: ClassVar[str] = "reinforce"
-    Config = ReinforceConfig
+    Config: ClassVar[type[Any]] = ReinforceConfig
 
     def __init__(self, config: ReinforceConfig) -> None:
         self._config = config

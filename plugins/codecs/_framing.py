@@ -163,7 +163,8 @@ def flat_bits(tensors: PolicyTensors, spec: TensorSpec) -> BitArray:
 
 def raw_bytes(array: BitArray) -> memoryview:
     """The little-endian bytes of a vector, without a copy."""
-    return memoryview(np.ascontiguousarray(array).view(np.uint8))
+    bytes_: Any = np.ascontiguousarray(array).view(np.uint8)
+    return memoryview(bytes_)
 
 
 def check_same_specs(old: PolicyTensors, new: PolicyTensors) -> None:

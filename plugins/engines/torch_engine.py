@@ -38,7 +38,7 @@ class TorchEngine:
     """
 
     name: ClassVar[str] = "torch"
-    Config = TorchEngineConfig
+    Config: ClassVar[type[Any]] = TorchEngineConfig
 
     def __init__(self, config: TorchEngineConfig, *, model: Model) -> None:
         from ..torch_support.tensor_bits import dtype_named

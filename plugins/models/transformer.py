@@ -94,7 +94,7 @@ class Transformer:
     """
 
     name: ClassVar[str] = "transformer"
-    Config = TransformerConfig
+    Config: ClassVar[type[Any]] = TransformerConfig
 
     def __init__(self, config: TransformerConfig) -> None:
         self._config = config

@@ -46,7 +46,7 @@ class AdamW:
     """AdamW over float32 masters; the warm-up's position is part of its state dict."""
 
     name: ClassVar[str] = _NAME
-    Config = AdamWConfig
+    Config: ClassVar[type[Any]] = AdamWConfig
 
     def __init__(self, config: AdamWConfig) -> None:
         self._config = config

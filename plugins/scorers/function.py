@@ -63,7 +63,7 @@ class FunctionScorer:
     """
 
     name: ClassVar[str] = "function"
-    Config = FunctionScorerConfig
+    Config: ClassVar[type[Any]] = FunctionScorerConfig
 
     def __init__(self, config: FunctionScorerConfig) -> None:
         self._config = config

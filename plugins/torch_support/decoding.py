@@ -41,7 +41,9 @@ class DecodeBatch:
         self._capacity = int(self._prompt_lengths.max()) + max_new_tokens
         self._rows = torch.arange(num_rows)
         self._prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)
+        self._row_lengths = self._prompt_lengths[self._prompt_of]
         self._finished = torch.zeros(num_rows, dtype=torch.bool)
+        self._num_live = num_rows
         self._next_tokens = torch.zeros(num_rows, dtype=torch.int64)
         self._cache: Any = None
         self.num_drawn = 0
@@ -57,7 +59,7 @@ class DecodeBatch:
 
     @property
     def is_finished(self) -> bool:
-        return self.num_drawn == self.tokens.shape[1] or bool(self._finished.all())
+        return self.num_drawn == self.tokens.shape[1] or not self._num_live
 
     def prefill(self) -> Tensor:
         """Logits [n, V] of the first token; each prompt is computed once for its group."""
@@ -71,7 +73,7 @@ class DecodeBatch:
 
     def step(self) -> Tensor:
         """Logits [n, V] of the token after the one recorded last."""
-        positions = self._prompt_lengths[self._prompt_of] + (self.num_drawn - 1)
+        positions = self._row_lengths + (self.num_drawn - 1)
         logits: Tensor = self._module(
             self._next_tokens.unsqueeze(1), cache=self._cache, positions=positions.unsqueeze(1)
         )
@@ -79,25 +81,30 @@ class DecodeBatch:
 
     def record(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Append one drawn token to every active row; rows that stop leave the batch later."""
-        live = ~self._finished
-        rows, drawn = self._rows[live], self.num_drawn
-        self.tokens[rows, drawn] = tokens[live].int()
-        self.logprobs[rows, drawn] = logprobs[live]
-        stops = torch.isin(tokens, self._stops) & live
+        rows, drawn = self._rows, self.num_drawn
+        self._next_tokens = tokens
+        self.num_drawn += 1
+        stops = torch.isin(tokens, self._stops)
+        if self._num_live < len(rows):
+            live = ~self._finished
+            rows, tokens, logprobs = rows[live], tokens[live], logprobs[live]
+            stops &= live
+        self.tokens[rows, drawn] = tokens.int()
+        self.logprobs[rows, drawn] = logprobs
         stopped_rows = self._rows[stops].numpy()
         self.lengths[stopped_rows] = drawn + 1
         self.stopped[stopped_rows] = True
         self._finished |= stops
-        self._next_tokens = tokens
-        self.num_drawn += 1
+        self._num_live -= stopped_rows.size
 
     def compact(self) -> None:
         """Take finished rows out of the batch when that saves more than it costs."""
-        live = (~self._finished).nonzero().squeeze(1)
-        if not 0 < live.numel() < _COMPACT_BELOW * self._finished.numel():
+        if not 0 < self._num_live < _COMPACT_BELOW * len(self._rows):
             return
+        live = (~self._finished).nonzero().squeeze(1)
         self._rows, self._next_tokens = self._rows[live], self._next_tokens[live]
         self._prompt_of, self._finished = self._prompt_of[live], self._finished[live]
+        self._row_lengths = self._row_lengths[live]
         self._cache = self._cache.select(live)
 
     def recompute_cache(self) -> None:
@@ -109,8 +116,7 @@ class DecodeBatch:
         longest = self._prompts.shape[1]
         sequences = torch.zeros((len(self._rows), longest + num_kept), dtype=torch.int64)
         sequences[:, :longest] = self._prompts[self._prompt_of]
-        lengths = self._prompt_lengths[self._prompt_of]
-        places = lengths.unsqueeze(1) + torch.arange(num_kept)
+        places = self._row_lengths.unsqueeze(1) + torch.arange(num_kept)
         sequences.scatter_(1, places, self.tokens[self._rows, :num_kept].long())
         self._module(sequences, cache=cache, at=torch.zeros(1, dtype=torch.int64))
         self._cache = cache

@@ -27,7 +27,10 @@ class NesterovDelay(torch.optim.Optimizer):
     where G_t is the gradient at y_{t-tau}, divided by sqrt(v_hat) + eps when `beta2` is given.
     The parameters hold y; `delay.base_point` gives w. State of a parameter: `velocity` (u),
     `exp_avg_sq` with `beta2`, `offset` (L gamma, what separates y from w) and `step`.
-    `lookahead` None means L = max(1, delay).
+
+    L = lookahead + lookahead_per_delay * delay. Constant gamma makes this a mix of gradient and
+    its average m (EMA with decay gamma), y_{t+1} = y_t - lr ((1 - nu) G_t + nu m_{t+1}) with
+    nu = 1 - L (1 - gamma): quasi-hyperbolic momentum (arXiv 1810.06801).
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class NesterovDelay(torch.optim.Optimizer):
         beta2: float | None = None,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        lookahead: float | None = 1.0,
+        lookahead: float = 1.0,
+        lookahead_per_delay: float = 0.0,
         delay: float = 0.0,
         discount: bool = True,
     ) -> None:
@@ -52,6 +56,7 @@ class NesterovDelay(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "lookahead": lookahead,
+            "lookahead_per_delay": lookahead_per_delay,
             "delay": float(delay),
             "discount": discount,
         }
@@ -106,7 +111,7 @@ def _advance(
     velocity = state["velocity"]
     parameter.sub_(velocity, alpha=state["offset"])
     velocity.mul_(gamma).sub_(direction, alpha=scale)
-    lookahead = max(1.0, group["delay"]) if group["lookahead"] is None else group["lookahead"]
+    lookahead = group["lookahead"] + group["lookahead_per_delay"] * group["delay"]
     state["offset"] = lookahead * next_gamma
     parameter.add_(velocity, alpha=1 + state["offset"])
 

@@ -15,6 +15,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _UNIFORM_BITS = 52
+_MASS_ROUNDING = 1e-6
+"""What float32 logprobs leave of a sum of probabilities that should reach `top_p` exactly."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], num_tokens: int) -> npt.NDArray[np.float64]:
@@ -53,7 +55,7 @@ def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().exp().cumsum(dim=-1) - ordered.double().exp()
     outside = torch.empty_like(before, dtype=torch.bool)
-    outside.scatter_(1, order, before >= top_p)
+    outside.scatter_(1, order, before >= top_p - _MASS_ROUNDING)
     return torch.log_softmax(logprobs.masked_fill(outside, -torch.inf), dim=-1)
 
 

@@ -1,8 +1,9 @@
 """A small pre-norm decoder with the layout and tensor names of HF Llama models.
 
-With learned positions instead of rotary ones it has one tensor more, as GPT-2 does. RMSNorm (arXiv 1910.07467, eq. 4), rotary positions (arXiv 2104.09864, eq. 34, the two halves of
-a head rotated against each other), SwiGLU (arXiv 2002.05202, eq. 6). `B` rows, `T` tokens, `S`
-cache slots, `H` heads of size `D`, `V` vocabulary.
+With learned positions instead of rotary ones it has one tensor more, as GPT-2 does. RMSNorm
+(arXiv 1910.07467, eq. 4), rotary positions (arXiv 2104.09864, eq. 34, the two halves of a head
+rotated against each other), SwiGLU (arXiv 2002.05202, eq. 6). `B` rows, `T` tokens, `S` cache
+slots, `H` heads of size `D`, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class KeyValueCache:
     """Keys and values of every layer; the slot of a token is its position in its row.
 
     Whatever a row holds beyond its own last position is never attended to, so rows of different
-    lengths share a cache without padding marks. `keys` and `values`: float [L, B, S, H, D].
+    lengths share a cache without padding marks. `keys` and `values`: float [L, B, H, S, D].
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -49,7 +50,7 @@ class KeyValueCache:
 
     @property
     def num_slots(self) -> int:
-        return self.keys.shape[2]
+        return self.keys.shape[3]
 
     def select(self, rows: Tensor) -> KeyValueCache:
         """A new cache of the given rows (int64 [n]), in that order; rows may repeat."""
@@ -62,11 +63,22 @@ class _Step:
 
     rotation: tuple[Tensor, Tensor] | None
     """cos and signed sin [1 or B, T, 1, D], or None with learned positions."""
+    access: _Access | None
+    """How the cache is written and read, or None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """Where a step's tokens go in the cache, and what they see of it."""
+
+    start: int | None
+    """The first slot, when it is the same in every row ..."""
     slots: Tensor | None
-    """int64 [B*T] rows of the flattened cache to write, or None without a cache."""
+    """... else int64 [B*H*T] places in the cache flattened but for D."""
     mask: Tensor | None
-    """bool [B, 1, T, S'] of the slots each query sees, or None for plain causal attention."""
+    """bool [B, 1, T, num_visible] of the slots each query sees, where it is not all of them."""
     num_visible: int
+    """Slots to attend to; 0 when the step's own tokens are all there is."""
 
 
 class Weight(nn.Module):
@@ -90,24 +102,20 @@ class Attention(nn.Module):
         self.o_proj = Weight(width, width)
 
     def forward(self, x: Tensor, step: _Step, keys: Tensor | None, values: Tensor | None) -> Tensor:
-        """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, S, H, D]."""
+        """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, H, S, D]."""
         q = self._heads(x, self.q_proj.weight)
         k = self._heads(x, self.k_proj.weight)
-        v = self._heads(x, self.v_proj.weight)
+        v = self._heads(x, self.v_proj.weight).transpose(1, 2)
         if step.rotation is not None:
             q, k = _rotate(q, *step.rotation), _rotate(k, *step.rotation)
-        if keys is not None and values is not None and step.slots is not None:
-            _write(keys, step.slots, k)
-            _write(values, step.slots, v)
-            if step.mask is not None:
-                k, v = keys[:, : step.num_visible], values[:, : step.num_visible]
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=step.mask,
-            is_causal=step.mask is None,
-        )
+        q, k, mask, is_causal = q.transpose(1, 2), k.transpose(1, 2), None, True
+        if step.access is not None and keys is not None and values is not None:
+            _write(keys, step.access, k)
+            _write(values, step.access, v)
+            if num_visible := step.access.num_visible:
+                k, v = keys[:, :, :num_visible], values[:, :, :num_visible]
+                mask, is_causal = step.access.mask, False
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return F.linear(mixed.transpose(1, 2).flatten(2), self.o_proj.weight)
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -169,15 +177,18 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, *, cache: KeyValueCache | None, positions: Tensor | None
     ) -> Tensor:
-        num_rows, num_tokens = tokens.shape
-        places = torch.arange(num_tokens) if positions is None else positions
+        access = None if cache is None else _access(cache, tokens, positions)
+        if positions is None:
+            places = torch.arange(tokens.shape[1])
+        else:
+            places = positions if access is None or access.start is None else positions[:1]
         x = F.embedding(tokens, self.embed_tokens.weight)
         rotation = None
         if self.shape.learned_positions:
             x = x + F.embedding(places, self.embed_positions.weight)
         else:
             rotation = (self.rope_cos[places].unsqueeze(-2), self.rope_sin[places].unsqueeze(-2))
-        step = _Step(rotation, *_cache_access(cache, positions, num_rows, num_tokens))
+        step = _Step(rotation, access)
         for index, layer in enumerate(self.layers):
             keys = None if cache is None else cache.keys[index]
             values = None if cache is None else cache.values[index]
@@ -227,7 +238,7 @@ class CausalDecoder(nn.Module):
                 f"cache length must be at most the model's max_length {shape.max_length}, "
                 f"got {max_length}"
             )
-        sizes = (shape.num_layers, batch_size, max_length, shape.num_heads, shape.head_size)
+        sizes = (shape.num_layers, batch_size, shape.num_heads, max_length, shape.head_size)
         dtype = self.model.embed_tokens.weight.dtype
         return KeyValueCache(torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
 
@@ -259,18 +270,18 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _cache_access(
-    cache: KeyValueCache | None, positions: Tensor | None, num_rows: int, num_tokens: int
-) -> tuple[Tensor | None, Tensor | None, int]:
-    """`slots`, `mask` and `num_visible` of a step."""
-    if cache is None:
-        return None, None, num_tokens
-    starts = torch.arange(num_rows).unsqueeze(1) * cache.num_slots
+def _access(cache: KeyValueCache, tokens: Tensor, positions: Tensor | None) -> _Access:
+    """The access of `tokens` [B, T] at `positions`; one token at one place needs no mask."""
     if positions is None:
-        return (starts + torch.arange(num_tokens)).view(-1), None, num_tokens
-    num_visible = int(positions.max()) + 1
-    mask = torch.arange(num_visible) <= positions.unsqueeze(-1)
-    return (starts + positions).view(-1), mask.unsqueeze(1), num_visible
+        return _Access(start=0, slots=None, mask=None, num_visible=0)
+    first, last = int(positions.min()), int(positions.max())
+    if tokens.shape[1] == 1 and first == last:
+        return _Access(start=first, slots=None, mask=None, num_visible=first + 1)
+    num_heads, num_slots = cache.keys.shape[2:4]
+    heads = torch.arange(tokens.shape[0] * num_heads).view(-1, num_heads, 1)
+    slots = (heads * num_slots + positions.unsqueeze(1)).view(-1)
+    mask = torch.arange(last + 1) <= positions.unsqueeze(-1)
+    return _Access(start=None, slots=slots, mask=mask.unsqueeze(1), num_visible=last + 1)
 
 
 def _rope_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
@@ -288,5 +299,9 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
-def _write(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    cache.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
+def _write(cache: Tensor, access: _Access, new: Tensor) -> None:
+    """Put `new` [B, H, T, D] into one layer's cache [B, H, S, D]."""
+    if access.start is not None:
+        cache.narrow(2, access.start, new.shape[2]).copy_(new)
+    elif access.slots is not None:
+        cache.flatten(0, 2).index_copy_(0, access.slots, new.flatten(0, 2))

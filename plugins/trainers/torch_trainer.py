@@ -48,7 +48,7 @@ class TorchTrainer:
     """
 
     name: ClassVar[str] = "torch"
-    Config = TorchTrainerConfig
+    Config: ClassVar[type[Any]] = TorchTrainerConfig
 
     def __init__(
         self,

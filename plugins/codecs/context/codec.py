@@ -1,0 +1,53 @@
+"""Codec `context`: the bundled default. Models which elements change and by how many ulps.
+
+The modules behind it compile kernels; they are imported by the first call that needs them, so
+that listing plugins stays cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ....storage.bits import PolicyTensors, TensorSpec
+from ....storage.codec import Changes, EncodedDelta, History
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """Options of the `context` codec."""
+
+    num_threads: int = 2
+    """Blocks coded at the same time; the bytes do not depend on it."""
+
+
+class ContextCodec:
+    """Adaptive coding of changes under what both ends know: old bits and the codec's history."""
+
+    name: ClassVar[str] = "context"
+    version: ClassVar[int] = 1
+    Config: ClassVar[type[Any]] = ContextConfig
+
+    def __init__(self, config: ContextConfig | None = None) -> None:
+        self._num_threads = (config or ContextConfig()).num_threads
+
+    def start_history(self, specs: Sequence[TensorSpec]) -> History:
+        from .delta import start_history
+
+        return start_history(specs)
+
+    def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
+        from .delta import encode_delta
+
+        return encode_delta(old, new, history=history, num_threads=self._num_threads)
+
+    def decode(self, payload: bytes, old: PolicyTensors, *, history: History) -> Changes:
+        from .delta import decode_delta
+
+        return decode_delta(payload, old, history=history, num_threads=self._num_threads)
+
+    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
+        from .delta import advance_history
+
+        advance_history(history, old, changes)

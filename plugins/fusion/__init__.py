@@ -1,0 +1,1 @@
+"""Fusion planners and the schedulers behind them."""
