@@ -15,10 +15,8 @@ PROMPTS_PER_STEP = 16
 
 
 def prompts(step: int, rng: random.Random) -> list[Prompt]:
-    """Digits to reverse, three or four at a time; the answer is what a scorer compares with."""
-    texts = [
-        "".join(rng.choices("0123456789", k=rng.choice((3, 4)))) for _ in range(PROMPTS_PER_STEP)
-    ]
+    """Four digits to reverse; the answer is what the scorer compares with."""
+    texts = ["".join(rng.choices("0123456789", k=4)) for _ in range(PROMPTS_PER_STEP)]
     return [Prompt(text + "=", answer=text[::-1]) for text in texts]
 
 
@@ -30,5 +28,5 @@ pipeline = Pipeline(
     publish(codec="context", anchor_every=50, state_every=10),
     model=use("transformer", alphabet="0123456789="),
     max_staleness=1,
-    steps=320,
+    steps=200,
 )

@@ -38,5 +38,6 @@ def base_point(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tor
         base: torch.Tensor = state["base"]
         return base.clone()
     if "offset" in state:
-        return parameter.detach() - state["offset"] * state["velocity"]
+        ahead: torch.Tensor = state["velocity"] * state["offset"]
+        return parameter.detach() - ahead
     return parameter.detach().clone()

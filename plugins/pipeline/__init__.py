@@ -1,0 +1,1 @@
+"""Pipeline-parallel training: schedules, staleness, a simulator and a threaded runtime."""

@@ -1,0 +1,167 @@
+"""Messages between stage threads. Every wait has a deadline and an error that says what for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ...orchestrator.errors import DeadlineError, RunErrorCode, RunInterruptedError
+from .schedule import Op, OpKind
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a stage needs for one operation: a tensor and, on the way forward, what belongs to it.
+
+    `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens.
+    """
+
+    tensor: torch.Tensor
+    targets: Any = None
+    weight: float = 1.0
+
+
+class Halt:
+    """The first error of a pipeline, which ends the waits of all its threads."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._conditions: list[threading.Condition] = []
+
+    @property
+    def error(self) -> BaseException | None:
+        """What stopped the pipeline, if anything did."""
+        return self._error
+
+    def watch(self, condition: threading.Condition) -> None:
+        """Have `condition` notified when the pipeline stops."""
+        self._conditions.append(condition)
+
+    def stop(self, error: BaseException) -> None:
+        """Stop every thread; only the first error is kept."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self.event.set()
+        for condition in self._conditions:
+            with condition:
+                condition.notify_all()
+
+    def check(self) -> None:
+        """Raise `RunInterruptedError` once the pipeline has stopped."""
+        if self.event.is_set():
+            raise RunInterruptedError(
+                f"the pipeline stopped: {self._error}", code=RunErrorCode.INTERRUPTED
+            ) from self._error
+
+
+class Inbox:
+    """What has arrived at one stage: activations for forwards and gradients for backwards."""
+
+    def __init__(self, *, stage: int, halt: Halt) -> None:
+        self._stage = stage
+        self._halt = halt
+        self._ready = threading.Condition()
+        self._messages: dict[tuple[OpKind, int], Message] = {}
+        self._total: int | None = None
+        halt.watch(self._ready)
+
+    @property
+    def total(self) -> int | None:
+        """Micro-batches in all, once the source has ended."""
+        return self._total
+
+    def put(self, kind: OpKind, micro_batch: int, message: Message) -> None:
+        """Deliver the input of an operation."""
+        with self._ready:
+            self._messages[kind, micro_batch] = message
+            self._ready.notify_all()
+
+    def close(self, total: int) -> None:
+        """Say that there are `total` micro-batches and no more."""
+        with self._ready:
+            self._total = total
+            self._ready.notify_all()
+
+    def poll(self, op: Op) -> Message | None:
+        """The input of `op` if it has arrived."""
+        with self._ready:
+            return self._messages.pop((op.kind, op.micro_batch), None)
+
+    def take(
+        self, wanted: Sequence[Op], *, known_total: int | None, deadline_seconds: float
+    ) -> tuple[Op, Message] | None:
+        """Wait for the input of any of these operations, the first one preferred.
+
+        None means that `total` has changed from `known_total` and what is wanted may have too.
+        Raises `DeadlineError` after `deadline_seconds`, `RunInterruptedError` when the pipeline
+        stops.
+        """
+        deadline = monotonic() + deadline_seconds
+        with self._ready:
+            while True:
+                self._halt.check()
+                for op in wanted:
+                    message = self._messages.pop((op.kind, op.micro_batch), None)
+                    if message is not None:
+                        return op, message
+                if self._total != known_total:
+                    return None
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    raise self._expired(wanted, deadline_seconds)
+                self._ready.wait(remaining)
+
+    def _expired(self, wanted: Sequence[Op], deadline_seconds: float) -> DeadlineError:
+        inputs = " or ".join(_describe_input(op, self._stage) for op in wanted)
+        return DeadlineError(
+            f"stage {self._stage} waited {deadline_seconds:g} s for {inputs}.",
+            code=RunErrorCode.NO_PROGRESS,
+            remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
+        )
+
+
+class NormExchange:
+    """Adds up one number from every stage, for clipping by the global norm."""
+
+    def __init__(self, *, num_stages: int, halt: Halt) -> None:
+        self._num_stages = num_stages
+        self._halt = halt
+        self._complete = threading.Condition()
+        self._values: dict[int, dict[int, float]] = {}
+        halt.watch(self._complete)
+
+    def total(self, value: float, *, stage: int, update: int, deadline_seconds: float) -> float:
+        """The sum over all stages, in stage order, of what they gave for this update."""
+        deadline = monotonic() + deadline_seconds
+        with self._complete:
+            values = self._values.setdefault(update, {})
+            values[stage] = value
+            self._values.pop(update - 2, None)
+            self._complete.notify_all()
+            while len(values) < self._num_stages:
+                self._halt.check()
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    missing = min(set(range(self._num_stages)) - set(values))
+                    raise DeadlineError(
+                        f"stage {stage} waited {deadline_seconds:g} s for the gradient norm of "
+                        f"stage {missing} at update {update}.",
+                        code=RunErrorCode.NO_PROGRESS,
+                    )
+                self._complete.wait(remaining)
+        return sum(values[s] for s in range(self._num_stages))
+
+
+def _describe_input(op: Op, stage: int) -> str:
+    if op.kind is OpKind.FORWARD:
+        return f"the activation of micro-batch {op.micro_batch} from stage {stage - 1}"
+    return f"the gradient of micro-batch {op.micro_batch} from stage {stage + 1}"

@@ -1,0 +1,42 @@
+"""Simulated devices: an operation takes the time its device would, however fast the host is."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from time import monotonic
+
+from .schedule import OpKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Least time of a stage's operations; the host's own computation is part of it."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+
+    def of(self, kind: OpKind) -> float:
+        """The least time of an operation of this kind."""
+        if kind is OpKind.FORWARD:
+            return self.forward
+        return self.backward if kind is OpKind.BACKWARD else self.update
+
+
+class DeviceClock:
+    """Time since the pipeline started, and waits that a stopping pipeline ends at once."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._stopped = stopped
+        self._origin = monotonic()
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return monotonic() - self._origin
+
+    def wait_until(self, time_seconds: float) -> None:
+        """Return at `time_seconds` on this clock, or when the pipeline stops."""
+        remaining = time_seconds - self.now()
+        if remaining > 0:
+            self._stopped.wait(remaining)

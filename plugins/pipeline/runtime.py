@@ -1,0 +1,260 @@
+"""Trains a model cut into stages, one thread a stage, synchronously or asynchronously.
+
+    source -> stage 0 -> ... -> stage P-1 -> loss     activations; the end of the source
+              stage 0 <- ... <- stage P-1             gradients
+
+A stage acts when `schedule.candidates` lets it and its input is there. Backpressure is the
+schedule's own: a stage holds at most `max_in_flight` micro-batches and stage 0 draws from the
+source only when it may run a forward. `train` returns with the pipeline drained.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...orchestrator.errors import ConfigError, RunError, RunErrorCode, RunInterruptedError
+from .channels import Halt, Inbox, NormExchange
+from .clock import DeviceClock, StageSeconds
+from .schedule import Progress, Schedule
+from .simulator import Span
+from .stage import Loss, Stage, UpdateRecord
+from .state import load_stage, stage_arrays, with_prefix, without_prefix
+from .weights import trainable
+from .worker import Links, MicroBatch, MicroBatchLoss, Source, Worker
+
+BuildOptimizer = Callable[[int, list[tuple[str, torch.Tensor]]], torch.optim.Optimizer]
+"""`build(stage, named_parameters)`: the optimizer of one stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """Options of a pipeline trainer. Raises `ConfigError` for combinations that cannot work."""
+
+    schedule: Schedule
+    """Order of operations, number of stages and micro-batches per update."""
+    stash: bool = True
+    """Backward with the weights of the forward; False: with the newest ones."""
+    clip_norm: float | None = None
+    """Largest gradient norm, of the mean gradient."""
+    clip: Literal["stage", "global"] = "stage"
+    """Whose norm is limited; "global" needs a synchronous schedule."""
+    order: Literal["fixed", "arrival"] = "fixed"
+    """"fixed" gives the same bits whatever the timing; "arrival" prefers a backward whose
+    gradient is there, so delays vary with the timing and are measured."""
+    deadline_seconds: float = 60.0
+    """Longest wait for another stage."""
+    stage_seconds: tuple[StageSeconds, ...] = ()
+    """Least time of each stage's operations on the simulated device; empty: none."""
+
+    def __post_init__(self) -> None:
+        if self.clip == "global" and self.clip_norm and not self.schedule.is_synchronous:
+            raise _config_error("clip", "'stage' for an asynchronous schedule", self.clip)
+        if len(self.stage_seconds) not in (0, self.schedule.num_stages):
+            expected = f"empty or one entry a stage ({self.schedule.num_stages})"
+            raise _config_error("stage_seconds", expected, len(self.stage_seconds))
+        if self.deadline_seconds <= 0:
+            raise _config_error("deadline_seconds", "positive", self.deadline_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What one `train` call did; per-stage lists are indexed by stage."""
+
+    losses: tuple[MicroBatchLoss, ...]
+    updates: tuple[tuple[UpdateRecord, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    def gradient_norms(self) -> list[float]:
+        """Norm of the whole model's mean gradient at each update, before clipping."""
+        per_update = zip(*self.updates, strict=True)
+        return [sum(r.gradient_norm**2 for r in records) ** 0.5 for records in per_update]
+
+
+class PipelineTrainer:
+    """A pipeline of stages with one optimizer each.
+
+    `modules` are the stages in order, each a function of the previous one's output. They are
+    trained in place. `loss` returns the sum over a micro-batch; updates use the mean over the
+    weights of all its micro-batches, so that cutting a batch differently changes nothing.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        *,
+        loss: Loss,
+        build_optimizer: BuildOptimizer,
+        config: PipelineConfig,
+    ) -> None:
+        num_stages = config.schedule.num_stages
+        if len(modules) != num_stages:
+            raise _config_error("num_stages", f"the number of modules {len(modules)}", num_stages)
+        self.config = config
+        self.stages = tuple(
+            Stage(
+                module,
+                index=index,
+                schedule=config.schedule,
+                optimizer=build_optimizer(index, _trained_by(index, module)),
+                loss=loss,
+                use_stash=config.stash,
+            )
+            for index, module in enumerate(modules)
+        )
+        self._progress = Progress()
+        self._drain = threading.Event()
+        self._failed: BaseException | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches trained so far; where the source has to go on after `load`."""
+        return self._progress.num_backward
+
+    def request_drain(self) -> None:
+        """Have the running `train` draw no more and return when what is in flight is done.
+
+        May be called from any thread, also from the source.
+        """
+        self._drain.set()
+
+    def train(self, micro_batches: Iterable[MicroBatch]) -> TrainResult:
+        """Train on these micro-batches until they end or a drain is requested.
+
+        Micro-batches that do not fill an update stay accumulated for the next call. Raises what
+        a stage raised, `DeadlineError` for a wait that expired; the trainer is unusable then.
+        """
+        self._check_usable()
+        self._drain.clear()
+        halt = Halt()
+        workers = self._make_workers(Source(micro_batches, drain=self._drain), halt)
+        try:
+            _run_threads(workers, halt)
+        finally:
+            self._failed = halt.error
+        if halt.error is not None:
+            raise halt.error
+        self._progress = workers[-1].progress
+        return _result(workers)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything needed to go on exactly, as numpy arrays; the pipeline is drained here."""
+        self._check_usable()
+        counters = [self._progress.num_backward, self._progress.num_updates]
+        arrays = {"progress": np.array(counters, dtype=np.int64)}
+        for stage in self.stages:
+            arrays.update(with_prefix(f"stage{stage.index}/", stage_arrays(stage)))
+        return arrays
+
+    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on from a state saved with the same stages. Raises `RunError` for another one."""
+        per_update = self.config.schedule.micro_batches_per_update
+        if "progress" not in state:
+            raise _mismatch("it has no 'progress'")
+        num_done, num_updates = state["progress"].tolist()
+        if num_done // per_update != num_updates:
+            raise _mismatch(f"it has {num_updates} updates after {num_done} micro-batches")
+        if any(name.startswith(f"stage{len(self.stages)}/") for name in state):
+            raise _mismatch(f"it has more than {len(self.stages)} stages")
+        for stage in self.stages:
+            load_stage(stage, without_prefix(f"stage{stage.index}/", state))
+        self._progress = Progress(
+            num_forward=num_done, num_backward=num_done, num_updates=num_updates
+        )
+        self._failed = None
+
+    def _make_workers(self, source: Source, halt: Halt) -> list[Worker]:
+        inboxes = [Inbox(stage=stage.index, halt=halt) for stage in self.stages]
+        exchange = NormExchange(num_stages=len(self.stages), halt=halt)
+        clock = DeviceClock(halt.event)
+        uses_global = self.config.clip == "global" and self.config.clip_norm is not None
+        return [
+            Worker(
+                stage,
+                schedule=self.config.schedule,
+                progress=replace(self._progress, total=None),
+                links=Links(
+                    inbox=inboxes[stage.index],
+                    following=inboxes[stage.index + 1] if not stage.is_last else None,
+                    previous=inboxes[stage.index - 1] if stage.index else None,
+                    source=source if stage.index == 0 else None,
+                    exchange=exchange if uses_global else None,
+                    halt=halt,
+                    clock=clock,
+                ),
+                clip_norm=self.config.clip_norm,
+                fixed_order=self.config.order == "fixed",
+                deadline_seconds=self.config.deadline_seconds,
+                seconds=(self.config.stage_seconds or (StageSeconds(),) * len(self.stages))[
+                    stage.index
+                ],
+            )
+            for stage in self.stages
+        ]
+
+    def _check_usable(self) -> None:
+        if self._failed is not None:
+            raise RunInterruptedError(
+                f"this pipeline stopped at an error: {self._failed}",
+                code=RunErrorCode.INTERRUPTED,
+                remedy="Load the last saved state into a trainer and go on from there.",
+            )
+
+
+def _trained_by(stage: int, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, torch.Tensor]] = list(trainable(module).items())
+    if not named:
+        raise _config_error(f"modules[{stage}]", "a module with trainable parameters", module)
+    return named
+
+
+def _run_threads(workers: Sequence[Worker], halt: Halt) -> None:
+    """Run every worker in its thread; the first error, also of this thread, stops them all."""
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="pipeline-stage") as pool:
+        futures = [pool.submit(worker.run) for worker in workers]
+        try:
+            for worker, future in zip(workers, futures, strict=True):
+                future.add_done_callback(partial(_stop_on_error, halt, worker.index))
+            wait(futures)
+        finally:
+            if not all(future.done() for future in futures):
+                halt.stop(
+                    RunInterruptedError("training was interrupted.", code=RunErrorCode.INTERRUPTED)
+                )
+
+
+def _stop_on_error(halt: Halt, stage: int, future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None and halt.error is None:
+        error.add_note(f"in stage {stage} of the pipeline")
+        halt.stop(error)
+
+
+def _result(workers: Sequence[Worker]) -> TrainResult:
+    return TrainResult(
+        losses=tuple(workers[-1].losses),
+        updates=tuple(tuple(worker.updates) for worker in workers),
+        spans=tuple(tuple(worker.spans) for worker in workers),
+    )
+
+
+def _mismatch(what: str) -> RunError:
+    return RunError(
+        f"this pipeline state does not fit: {what}.",
+        code=RunErrorCode.RUN_MISMATCH,
+        remedy="Load a state saved with the same stages and micro-batches per update.",
+    )
+
+
+def _config_error(option: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(
+        f"pipeline.{option} must be {expected}, got {got!r}.", code=RunErrorCode.WRONG_TYPE
+    )
