@@ -8,25 +8,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .bits import PolicyTensors, TensorSpec
     from .chain import CodecLookup
+    from .drafting import needs_anchor
+    from .export import export_safetensors, import_safetensors
+    from .graph import log_graph
+    from .leases import Lease
     from .packing import pack, unpack
-    from .publisher import Publisher, needs_anchor
+    from .publisher import Publisher
     from .records import CommitInfo, VersionRef
     from .repository import PolicyRepository
+    from .retention import GcReport, gc
+    from .sharded_publisher import ShardCoordinator, ShardPublisher
+    from .sharding import plan_transfer
     from .subscriber import Activation, StagedVersion, Subscriber
+    from .verify import VerifyReport
 
 _MODULES = {
     "Activation": "subscriber",
     "CodecLookup": "chain",
     "CommitInfo": "records",
+    "GcReport": "retention",
+    "Lease": "leases",
     "PolicyRepository": "repository",
     "PolicyTensors": "bits",
     "Publisher": "publisher",
+    "ShardCoordinator": "sharded_publisher",
+    "ShardPublisher": "sharded_publisher",
     "StagedVersion": "subscriber",
     "Subscriber": "subscriber",
     "TensorSpec": "bits",
+    "VerifyReport": "verify",
     "VersionRef": "records",
-    "needs_anchor": "publisher",
+    "export_safetensors": "export",
+    "gc": "retention",
+    "import_safetensors": "export",
+    "log_graph": "graph",
+    "needs_anchor": "drafting",
     "pack": "packing",
+    "plan_transfer": "sharding",
     "unpack": "packing",
 }
 
@@ -34,15 +52,25 @@ __all__ = [
     "Activation",
     "CodecLookup",
     "CommitInfo",
+    "GcReport",
+    "Lease",
     "PolicyRepository",
     "PolicyTensors",
     "Publisher",
+    "ShardCoordinator",
+    "ShardPublisher",
     "StagedVersion",
     "Subscriber",
     "TensorSpec",
+    "VerifyReport",
     "VersionRef",
+    "export_safetensors",
+    "gc",
+    "import_safetensors",
+    "log_graph",
     "needs_anchor",
     "pack",
+    "plan_transfer",
     "unpack",
 ]
 

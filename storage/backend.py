@@ -50,14 +50,15 @@ _PATTERNS: Final = (
     (Cause.CONFLICT, r"expected parent|branch update conflict|tag already exists"),
     (
         Cause.CORRUPT,
-        r"requested range was invalid|early eof|incomplete frame|corruption|magic number|"
+        r"requested range was invalid|early eof|incomplete frame|corrupt|decompress|magic number|"
         r"cannot serialize ref|deserializ|unknown frame descriptor|checksum|invalid flatbuffer|"
         r"range .* not satisfiable|i/o error$",
     ),
     (
         Cause.ABSENT,
         r"ref not found|invalid ref name|invalid snapshot id|not found: |doesn't exist|"
-        r"nosuchkey|nosuchbucket|node not found|no group found|no array found|snapshot .* found",
+        r"nosuchkey|nosuchbucket|code: .?notfound|node not found|no group found|no array found|"
+        r"snapshot .* found",
     ),
 )
 
@@ -72,7 +73,20 @@ def classify(error: BaseException) -> Cause:
     for cause, pattern in _PATTERNS:
         if re.search(pattern, text):
             return cause
-    return Cause.CORRUPT if isinstance(error, BaseZarrError | ValueError) else Cause.UNAVAILABLE
+    damaged = isinstance(error, BaseZarrError | ValueError | RuntimeError)
+    return Cause.CORRUPT if damaged else Cause.UNAVAILABLE
+
+
+_BACKEND_ERRORS: Final = (
+    icechunk.IcechunkError,
+    icechunk.ConflictError,
+    OSError,
+    BaseZarrError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
+"""RuntimeError is what numcodecs raises for bytes it cannot decompress."""
 
 
 @contextmanager
@@ -94,20 +108,11 @@ def translated(
         yield
     except StorageError:
         raise
-    except (icechunk.IcechunkError, OSError, BaseZarrError, ValueError, KeyError) as error:
+    except _BACKEND_ERRORS as error:
         cause = classify(error)
         if cause is Cause.ABSENT:
             raise absent(_message(action, location, error), code=absent_code) from error
         raise _build(cause, action, location, error, needed_bytes) from error
-
-
-def missing_object(action: str, *, location: str) -> IntegrityError:
-    """The error for an object that metadata promises and the tree does not have."""
-    return IntegrityError(
-        f"cannot {action} of {location}: it is missing.",
-        code=ErrorCode.CORRUPT_PAYLOAD,
-        remedy="Run `deltaloom verify`; an anchor or a copy of the store repairs it.",
-    )
 
 
 def _build(
@@ -165,7 +170,7 @@ def _headline(error: BaseException) -> str:
 def _classify_errno(number: int) -> Cause:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return Cause.DISK_FULL
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return Cause.DENIED
     if number == errno.ENOENT:
         return Cause.ABSENT

@@ -6,6 +6,7 @@ numpy has no bfloat16. The store therefore holds `uint` views beside the dtype's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -46,7 +47,7 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

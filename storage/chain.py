@@ -19,6 +19,7 @@ from .bits import BitArray, PolicyTensors, TensorSpec, state_digest, tensor_dige
 from .codec import Change, Changes, DeltaCodec, History, apply_changes, diff
 from .errors import ErrorCode, FormatError, IntegrityError, SequenceError
 from .records import CommitInfo, DeltaInfo
+from .sharded_codec import ShardedCodec
 
 CodecLookup = Callable[[str, int], DeltaCodec] | Mapping[str, DeltaCodec]
 """Codecs by name and version, or a mapping by name."""
@@ -26,8 +27,13 @@ CodecLookup = Callable[[str, int], DeltaCodec] | Mapping[str, DeltaCodec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecState:
-    """A codec with the history it has at some version of some chain."""
+    """A codec with the history it has at some version of some chain.
 
+    `key` is the codec's name and version and the number of payloads a delta has: a history
+    goes on only while all three stay.
+    """
+
+    key: tuple[str, int, int]
     codec: DeltaCodec
     history: History
 
@@ -61,7 +67,7 @@ class Folded:
             history = codec.start_history(self.before_last.specs)
         else:
             codec.advance(history, self.before_last, self.last)
-        return CodecState(codec=codec, history=history)
+        return CodecState(key=self.state.key, codec=codec, history=history)
 
 
 def find_codec(codecs: CodecLookup, *, name: str, version: int, package: str) -> DeltaCodec:
@@ -90,7 +96,8 @@ def fold(
         state = _state_for(link.info, tensors.specs, state, codecs)
         changes = _decode(link, tensors, state)
         if not owned:
-            state = CodecState(codec=state.codec, history=copy.deepcopy(state.history))
+            history = copy.deepcopy(state.history)
+            state = CodecState(key=state.key, codec=state.codec, history=history)
         state = _after(link.info, tensors, changes, state)
         tensors = _applied(tensors, changes, owned_names=touched)
         touched, owned = touched | changes.keys(), True
@@ -165,11 +172,14 @@ def _state_for(
     codecs: CodecLookup,
 ) -> CodecState:
     record = info.record
-    name, version = record.codec_name, record.codec_version
-    if state is None or (state.codec.name, state.codec.version) != (name, version):
-        codec = find_codec(codecs, name=name, version=version, package=record.codec_package)
-        return CodecState(codec=codec, history=codec.start_history(specs))
-    return state
+    num_shards = record.delta.num_shards if record.delta else 1
+    key = (record.codec_name, record.codec_version, num_shards)
+    if state is not None and state.key == key:
+        return state
+    codec = find_codec(codecs, name=key[0], version=key[1], package=record.codec_package)
+    if num_shards > 1:
+        codec = ShardedCodec(codec, num_shards=num_shards)
+    return CodecState(key=key, codec=codec, history=codec.start_history(specs))
 
 
 def _decode(link: Link, tensors: PolicyTensors, state: CodecState) -> Changes:
@@ -193,7 +203,8 @@ def _after(
     info: CommitInfo, tensors: PolicyTensors, changes: Changes, state: CodecState
 ) -> CodecState:
     if info.is_anchor:
-        return CodecState(codec=state.codec, history=state.codec.start_history(tensors.specs))
+        history = state.codec.start_history(tensors.specs)
+        return CodecState(key=state.key, codec=state.codec, history=history)
     state.codec.advance(state.history, tensors, changes)
     return state
 

@@ -39,6 +39,7 @@ class ErrorCode(StrEnum):
     BACKEND_UNAVAILABLE = "backend-unavailable"
     INVALID_ARGUMENT = "invalid-argument"
     UNSUPPORTED_DTYPE = "unsupported-dtype"
+    OBJECT_MISSING = "object-missing"
 
 
 class DeltaloomError(Exception):

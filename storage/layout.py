@@ -19,6 +19,8 @@ DATA_ARRAY: Final = "data"
 
 RECORD_KEY: Final = "deltaloom"
 """Root attribute and commit metadata key of a version's record."""
+SHARDS_KEY: Final = "shards"
+"""Root attribute of a version with several payloads: the digest of each, by rank."""
 TENSORS_KEY: Final = "tensors"
 """Root attribute: [[name, dtype, shape, digest], ...] of every tensor of the version."""
 PACKED_KEY: Final = "packed"
@@ -44,6 +46,11 @@ def tensor_node(name: str) -> str:
     """
     encoded = quote(name, safe="").replace("~", "%7E")
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[:1] in (".", "_") else encoded
+
+
+def shard_group(rank: int) -> str:
+    """The packed group of one rank's payload, where several ranks publish together."""
+    return f"{DELTA_GROUP}.{rank}"
 
 
 def check_table(name: str) -> str:

@@ -13,30 +13,24 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from .bits import PolicyTensors, state_digest, tensor_digest
 from .chain import CodecLookup, CodecState
 from .codec import Changes, DeltaCodec
-from .errors import ConflictError, ErrorCode, InputError, SequenceError
-from .layout import DELTA_GROUP, check_table
-from .packing import Arrays, Values, to_plain
-from .records import CommitInfo, DeltaInfo, VersionRecord, VersionRef
-from .repository import DEFAULT_BRANCH, PolicyRepository, stale_parent
-from .transaction import VersionContent, pack_payload
+from .drafting import Draft, SelectAnchor, check_sequence, decide_anchor, draft_record, stale_groups
+from .errors import ConflictError, ErrorCode, InputError
+from .layout import check_table
+from .opening import DEFAULT_BRANCH
+from .packing import Arrays, Values, from_plain, to_plain
+from .rebuild import links_since, rebuild
+from .records import CommitInfo, DeltaInfo, VersionRef, record_to_text
+from .repository import PolicyRepository
+from .transaction import VersionContent, pack_payload, stale_parent
 from .tree import PackedGroup, pack_group
 
 Tables = Mapping[str, tuple[Values, Arrays]]
-
-
-class SelectAnchor(Protocol):
-    """Decides whether a version is stored whole; None leaves it to `needs_anchor`."""
-
-    def __call__(
-        self, *, version: int, last_anchor: int, chain_bytes: int, anchor_bytes: int
-    ) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +48,8 @@ class _Staged:
     """An encoded version that is not committed yet."""
 
     content: VersionContent
+    tensors: PolicyTensors
     changes: Changes | None
-
-
-def needs_anchor(
-    *, version: int, last_anchor: int, chain_bytes: int, anchor_bytes: int, anchor_every: int
-) -> bool:
-    """Whether to store `version` whole: `anchor_every` versions have passed since the last
-    anchor, or the deltas since then, this one included, cost more than an anchor."""
-    return version - last_anchor >= anchor_every or chain_bytes > anchor_bytes
 
 
 class Publisher:
@@ -178,7 +165,7 @@ class Publisher:
         committed = self._committed(tensors, digests, packed, version=version)
         if committed is not None:
             return committed
-        _check_sequence(version, head=baseline.info.version if baseline else -1)
+        check_sequence(version, head=baseline.info.version if baseline else -1)
         staged = self._stage(
             _Request(
                 tensors=tensors,
@@ -186,7 +173,7 @@ class Publisher:
                 version=version,
                 tables=packed,
                 state=pack_group(*state) if state is not None else None,
-                attributes=to_plain(attributes or {}, path="attributes"),
+                attributes=from_plain(to_plain(attributes or {}, path="attributes")),
                 anchor=anchor,
             ),
             baseline,
@@ -237,22 +224,22 @@ class Publisher:
         return self._repository.find_head(self._branch)
 
     def _rebuild(self, head: CommitInfo) -> _Baseline:
-        tensors, state = self._repository.rebuild(head, self._codecs)
+        rebuilt = rebuild(self._repository, head, self._codecs)
         anchor = VersionRef(version=head.anchor_version, snapshot_id="")
-        chain = self._repository.links_since(head, anchor)
+        chain = links_since(self._repository, head, anchor)
         return _Baseline(
             info=head,
-            tensors=tensors,
-            state=self._own_state(state, tensors),
+            tensors=rebuilt.tensors,
+            state=self._own_state(rebuilt.state, rebuilt.tensors),
             chain_bytes=sum(info.payload_bytes for info in chain),
         )
 
     def _own_state(self, state: CodecState | None, tensors: PolicyTensors) -> CodecState:
         """The state if it is of our codec, else a new history: receivers do the same."""
-        codec = self._codec
-        if state is None or (state.codec.name, state.codec.version) != (codec.name, codec.version):
-            return CodecState(codec=codec, history=codec.start_history(tensors.specs))
-        return CodecState(codec=codec, history=state.history)
+        codec, key = self._codec, (self._codec.name, self._codec.version, 1)
+        if state is not None and state.key == key:
+            return CodecState(key=key, codec=codec, history=state.history)
+        return CodecState(key=key, codec=codec, history=codec.start_history(tensors.specs))
 
     def _committed(
         self,
@@ -278,11 +265,10 @@ class Publisher:
         )
 
     def _stage(self, request: _Request, baseline: _Baseline | None) -> _Staged:
-        same_set = baseline is not None and baseline.tensors.specs == request.tensors.specs
         delta: DeltaInfo | None = None
         payload: PackedGroup | None = None
         changes: Changes | None = None
-        if baseline is not None and same_set:
+        if baseline is not None and baseline.tensors.specs == request.tensors.specs:
             state = baseline.state
             encoded = state.codec.encode(baseline.tensors, request.tensors, history=state.history)
             changes, payload = encoded.changes, pack_payload(encoded.payload)
@@ -292,19 +278,44 @@ class Publisher:
                 base_digest=baseline.info.state_digest,
                 history_digest=state.history.digest(),
             )
-        is_anchor = self._is_anchor(request, baseline, delta)
-        record = self._record(request, baseline, delta=delta, changes=changes, is_anchor=is_anchor)
-        stale = _stale_groups(baseline, request.tables, keeps_delta=delta is not None)
+        draft = self._draft(request, baseline, delta=delta, changes=changes)
         content = VersionContent(
-            record=record,
-            tensors=request.tensors,
+            record=draft_record(draft),
+            specs=draft.specs,
             digests=request.digests,
+            anchor=request.tensors if draft.is_anchor else None,
             delta=payload,
             tables=request.tables,
             state=request.state,
-            stale_groups=stale,
+            stale_groups=stale_groups(draft.parent, tables=request.tables, delta=delta),
         )
-        return _Staged(content=content, changes=changes)
+        return _Staged(content=content, tensors=request.tensors, changes=changes)
+
+    def _draft(
+        self,
+        request: _Request,
+        baseline: _Baseline | None,
+        *,
+        delta: DeltaInfo | None,
+        changes: Changes | None,
+    ) -> Draft:
+        specs = request.tensors.specs
+        return Draft(
+            version=request.version,
+            branch=self._branch,
+            parent=baseline.info if baseline else None,
+            specs=specs,
+            state_digest=state_digest(specs, request.digests),
+            codec=self._codec,
+            delta=delta,
+            num_changed=_num_changed(changes, request.tensors),
+            is_anchor=self._is_anchor(request, baseline, delta),
+            tables=request.tables,
+            state=request.state,
+            attributes=request.attributes,
+            owner=self._owner,
+            writer_id=self._writer_id,
+        )
 
     def _is_anchor(
         self, request: _Request, baseline: _Baseline | None, delta: DeltaInfo | None
@@ -317,51 +328,14 @@ class Publisher:
                     code=ErrorCode.TENSOR_SET_MISMATCH,
                 )
             return True
-        if request.anchor is not None:
-            return request.anchor
-        facts = {
-            "version": request.version,
-            "last_anchor": baseline.info.anchor_version,
-            "chain_bytes": baseline.chain_bytes + delta.payload_bytes,
-            "anchor_bytes": request.tensors.num_bytes,
-        }
-        chosen = self._select_anchor(**facts) if self._select_anchor else None
-        return needs_anchor(**facts, anchor_every=self._anchor_every) if chosen is None else chosen
-
-    def _record(
-        self,
-        request: _Request,
-        baseline: _Baseline | None,
-        *,
-        delta: DeltaInfo | None,
-        changes: Changes | None,
-        is_anchor: bool,
-    ) -> VersionRecord:
-        tensors, parent = request.tensors, baseline.info if baseline else None
-        num_elements = sum(spec.num_elements for spec in tensors.specs)
-        state_version, trainer_digest = _trainer_state(request, parent)
-        return VersionRecord(
+        return decide_anchor(
+            requested=request.anchor,
+            select=self._select_anchor,
             version=request.version,
-            branch=self._branch,
-            parent=parent.ref if parent else None,
-            is_anchor=is_anchor,
-            previous_anchor=_newest_anchor(parent),
-            state_version=state_version,
-            codec_name=self._codec.name,
-            codec_version=self._codec.version,
-            codec_package=type(self._codec).__module__.partition(".")[0],
-            delta=delta,
-            anchor_bytes=tensors.num_bytes if is_anchor else 0,
-            dense_bytes=tensors.num_bytes,
-            num_changed=_num_changed(changes, num_elements),
-            num_elements=num_elements,
-            state_digest=state_digest(tensors.specs, request.digests),
-            tables={name: table.digest for name, table in request.tables.items()},
-            trainer_digest=trainer_digest,
-            owner=self._owner,
-            writer_id=self._writer_id,
-            written_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            attributes=request.attributes,
+            last_anchor=baseline.info.anchor_version,
+            chain_bytes=baseline.chain_bytes + delta.payload_bytes,
+            anchor_bytes=request.tensors.num_bytes,
+            anchor_every=self._anchor_every,
         )
 
     def _commit(self, content: VersionContent) -> CommitInfo:
@@ -369,11 +343,25 @@ class Publisher:
         self._faults("staged")
         transaction.write(content)
         self._faults("written")
-        return self._repository.info(transaction.commit(content))
+        try:
+            return self._repository.info(transaction.commit(content))
+        except ConflictError:
+            committed = self._own_commit(content)
+            if committed is None:
+                raise
+            return committed
+
+    def _own_commit(self, content: VersionContent) -> CommitInfo | None:
+        """The head, if it is this very commit: its acknowledgement was lost on the way, and the
+        backend's second attempt met the first."""
+        head = self._find_head()
+        if head is None or record_to_text(head.record) != record_to_text(content.record):
+            return None
+        return head
 
     def _advance(self, staged: _Staged, info: CommitInfo) -> None:
         baseline, self._baseline = self._baseline, None
-        tensors = staged.content.tensors
+        tensors = staged.tensors
         if info.is_anchor or baseline is None or staged.changes is None:
             state = self._own_state(None, tensors)
             chain_bytes = 0
@@ -397,47 +385,10 @@ class _Request:
     anchor: bool | None
 
 
-def _check_sequence(version: int, *, head: int) -> None:
-    if version != head + 1:
-        raise SequenceError(
-            f"version must be {head + 1}, the one after the head, got {version}.",
-            code=ErrorCode.MISSING_LINK,
-            remedy="Publish the versions in order.",
-        )
-
-
-def _trainer_state(request: _Request, parent: CommitInfo | None) -> tuple[int, str]:
-    if request.state is not None:
-        return request.version, request.state.digest
-    if parent is None:
-        raise InputError(
-            "the first version must be published with the trainer's state, got state=None.",
-            code=ErrorCode.INVALID_ARGUMENT,
-        )
-    return parent.state_version, parent.record.trainer_digest
-
-
-def _newest_anchor(parent: CommitInfo | None) -> VersionRef | None:
-    if parent is None:
-        return None
-    return parent.ref if parent.is_anchor else parent.record.previous_anchor
-
-
-def _num_changed(changes: Changes | None, num_elements: int) -> int:
+def _num_changed(changes: Changes | None, tensors: PolicyTensors) -> int:
     if changes is None:
-        return num_elements
+        return sum(spec.num_elements for spec in tensors.specs)
     return sum(change.num_changed for change in changes.values())
-
-
-def _stale_groups(
-    baseline: _Baseline | None, tables: Mapping[str, PackedGroup], *, keeps_delta: bool
-) -> tuple[str, ...]:
-    """Groups of the parent's tree that would otherwise pass for the new version's."""
-    if baseline is None:
-        return ()
-    record = baseline.info.record
-    stale = sorted(set(record.tables) - set(tables))
-    return (*stale, DELTA_GROUP) if record.delta is not None and not keeps_delta else tuple(stale)
 
 
 def _no_fault(boundary: str) -> None:

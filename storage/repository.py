@@ -7,6 +7,7 @@ head) or `branch@number`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,45 +15,40 @@ import icechunk
 import numpy.typing as npt
 import zarr
 
-from .backend import silence_backend_log, translated
+from .backend import translated
 from .bits import PolicyTensors, TensorSpec
-from .chain import CodecLookup, CodecState, Link, check_link, check_target, fold, target_of
-from .errors import (
-    BackendError,
-    ConflictError,
-    ErrorCode,
-    FormatError,
-    InputError,
-    IntegrityError,
-    NotFoundError,
-    SequenceError,
-)
-from .fence import Fence, FileFence, OpenFence, SetFence
+from .chain import CodecLookup
+from .errors import ErrorCode, InputError, IntegrityError, NotFoundError
+from .fence import ExclusiveFileFence, Fence, FileFence, OpenFence, SetFence
 from .layout import (
-    DELTA_GROUP,
-    FORMAT_VERSION,
     RECORD_KEY,
     RESERVED_PREFIX,
-    ROOT_TAG,
     STATE_GROUP,
     TENSORS_KEY,
     check_ref_name,
     check_table,
 )
-from .location import Kind, Location, backend_storage, parse_location
+from .location import Kind, Location, parse_location
+from .opening import (
+    DEFAULT_BRANCH,
+    backend_exists,
+    create_backend,
+    open_backend,
+    root_snapshot,
+)
 from .packing import Values
+from .rebuild import rebuild
 from .records import (
     CommitInfo,
     VersionRef,
-    check_format,
     record_from_text,
     record_from_tree,
+    record_to_text,
     tensors_from_tree,
 )
-from .transaction import PAYLOAD_COLUMN, Transaction
-from .tree import anchor_attributes, read_anchor, read_group
+from .transaction import Transaction, stale_parent
+from .tree import read_group
 
-DEFAULT_BRANCH = "main"
 Ref = int | str
 _MAX_CACHED_RECORDS = 8192
 
@@ -70,6 +66,7 @@ class PolicyRepository:
         self._backend = backend
         self._location = location
         self._read_only = read_only
+        self._root_snapshot = root_snapshot(backend, location)
         self._infos: dict[str, CommitInfo] = {}
         self._holders: dict[str, str] = {}
 
@@ -81,15 +78,7 @@ class PolicyRepository:
         cannot be written.
         """
         location = parse_location(url)
-        storage = _connect(location)
-        with translated("make a store", location=location.text, absent=BackendError):
-            if icechunk.Repository.exists(storage):
-                backend = icechunk.Repository.open(storage)
-                _refuse_finished(backend, location)
-            else:
-                backend = icechunk.Repository.create(storage)
-            _write_root(backend)
-        return cls(backend, location=location, read_only=False)
+        return cls(create_backend(location), location=location, read_only=False)
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False) -> Self:
@@ -99,30 +88,22 @@ class PolicyRepository:
         policy store or of a newer format.
         """
         location = parse_location(url)
-        if not _store_is_there(location):
-            raise _no_store(location)
-        with translated(
-            "open the store",
-            location=location.text,
-            absent_code=ErrorCode.STORE_NOT_FOUND,
-        ):
-            backend = icechunk.Repository.open(_connect(location))
-        _check_root(backend, location)
-        return cls(backend, location=location, read_only=read_only)
+        return cls(open_backend(location), location=location, read_only=read_only)
 
     @classmethod
     def exists(cls, url: str | Path) -> bool:
         """Whether there is a store at the address."""
-        location = parse_location(url)
-        if location.kind is not Kind.S3:
-            return _store_is_there(location)
-        with translated("look for a store", location=location.text):
-            return bool(icechunk.Repository.exists(_connect(location)))
+        return backend_exists(parse_location(url))
 
     @property
     def location(self) -> str:
         """Absolute path or URL."""
         return self._location.text
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether objects are reached over a network, where they may appear late."""
+        return self._location.kind is Kind.S3
 
     @property
     def read_only(self) -> bool:
@@ -145,7 +126,7 @@ class PolicyRepository:
         Raises `NotFoundError` (BRANCH_NOT_FOUND) if the branch does not exist.
         """
         snapshot_id = self._branch_snapshot(branch)
-        return None if self._is_root(snapshot_id) else self._info_at(snapshot_id)
+        return None if snapshot_id == self._root_snapshot else self._info_at(snapshot_id)
 
     def info(self, ref: Ref, *, branch: str = DEFAULT_BRANCH) -> CommitInfo:
         """What the commit of a version says. Raises `NotFoundError`."""
@@ -154,11 +135,10 @@ class PolicyRepository:
         name, _, number = ref.partition("@")
         if number.isdigit():
             return self._info_by_number(int(number), branch=name)
-        if ref in self.tags():
-            return self._info_at(self.tags()[ref])
-        if ref in self.branches():
-            return self.head(ref)
-        return self._info_at(ref)
+        tagged = self._tag_snapshot(ref)
+        if tagged is not None:
+            return self._info_at(tagged)
+        return self.head(ref) if self.has_branch(ref) else self._info_at(ref)
 
     def log(self, branch: str = DEFAULT_BRANCH, *, limit: int | None = None) -> list[CommitInfo]:
         """The versions of a branch, newest first, back to version 0 or the first one kept."""
@@ -190,13 +170,19 @@ class PolicyRepository:
         """Snapshot id of the head of each branch, by name."""
         with self._looking_up("list branches"):
             names = sorted(self._backend.list_branches())
-            return {n: self._backend.lookup_branch(n) for n in names if _is_public(n)}
+            return {
+                n: self._backend.lookup_branch(n)
+                for n in names
+                if not n.startswith(RESERVED_PREFIX)
+            }
 
     def tags(self) -> dict[str, str]:
         """Snapshot id of each tag, by name."""
         with self._looking_up("list tags"):
             names = sorted(self._backend.list_tags())
-            return {n: self._backend.lookup_tag(n) for n in names if _is_public(n)}
+            return {
+                n: self._backend.lookup_tag(n) for n in names if not n.startswith(RESERVED_PREFIX)
+            }
 
     def tag(self, name: str, ref: Ref, *, branch: str = DEFAULT_BRANCH) -> CommitInfo:
         """Give a version a permanent name. Raises `ConflictError` if the name is taken."""
@@ -256,94 +242,13 @@ class PolicyRepository:
 
         Raises `IntegrityError`, `SequenceError` or `FormatError`; never returns other bits.
         """
-        tensors, _ = self.rebuild(self.info(ref, branch=branch), codecs)
-        return tensors
-
-    def rebuild(
-        self, info: CommitInfo, codecs: CodecLookup
-    ) -> tuple[PolicyTensors, CodecState | None]:
-        """Tensors and codec state of a version; None for the state of a fresh anchor."""
-        tensors = self.read_anchor(info)
-        links = self.links_since(info, VersionRef(version=info.anchor_version, snapshot_id=""))
-        if not links:
-            return tensors, None
-        folded = fold(tensors, self.load_links(links), state=None, codecs=codecs)
-        check_target(folded, info)
-        target = target_of(folded)
-        return target, folded.advanced()
-
-    def read_anchor(self, info: CommitInfo) -> PolicyTensors:
-        """The newest anchor at or before a version, verified. Raises `IntegrityError`."""
-        root, where = self.root(info), self.where(info)
-        attributes = anchor_attributes(root, where=where)
-        if attributes.get("version") != info.anchor_version:
-            raise IntegrityError(
-                f"the anchor in {where} is of version {attributes.get('version')}, "
-                f"expected {info.anchor_version}.",
-                code=ErrorCode.CORRUPT_PAYLOAD,
-            )
-        specs, digests = tensors_from_tree(
-            attributes.get(TENSORS_KEY),
-            expected_digest=self._anchor_digest(info),
-            where=f"the anchor in {where}",
-        )
-        return read_anchor(root, specs, digests, where=where)
-
-    def links_since(self, info: CommitInfo, base: VersionRef) -> list[CommitInfo]:
-        """The versions after `base` up to `info`, oldest first.
-
-        An empty snapshot id matches any version of that number. Raises `SequenceError`:
-        MISSING_LINK for a version that is not kept, WRONG_BASE if `base` is no ancestor.
-        """
-        infos: list[CommitInfo] = []
-        current: CommitInfo | None = info
-        while current is not None and current.version > base.version:
-            infos.append(current)
-            parent = current.record.parent
-            current = self.find(parent)
-            if current is None and parent is not None:
-                raise SequenceError(
-                    f"version {infos[-1].version} of {self.location} needs version "
-                    f"{parent.version} ({parent.snapshot_id}), which is not kept.",
-                    code=ErrorCode.MISSING_LINK,
-                    remedy="Load the newest anchor and follow from there.",
-                )
-        if current is None or (base.snapshot_id and current.snapshot_id != base.snapshot_id):
-            raise SequenceError(
-                f"version {info.version} ({info.snapshot_id}) does not descend from version "
-                f"{base.version} ({base.snapshot_id}).",
-                code=ErrorCode.WRONG_BASE,
-                remedy="Load the newest anchor and follow from there.",
-            )
-        return infos[::-1]
-
-    def load_links(self, infos: list[CommitInfo]) -> list[Link]:
-        """The payloads of a chain, each checked against its digest and its base."""
-        links: list[Link] = []
-        for info in infos:
-            parent = self.find(info.record.parent)
-            base_digest = parent.state_digest if parent else ""
-            links.append(Link(info=info, payload=self.read_payload(info, base_digest=base_digest)))
-        return links
-
-    def read_payload(self, info: CommitInfo, *, base_digest: str) -> bytes:
-        """The delta of a version. Raises as `chain.check_link`, and `IntegrityError`."""
-        delta = check_link(info, base_digest=base_digest)
-        _, arrays = read_group(
-            self.root(info), DELTA_GROUP, digest=delta.payload_digest, where=self.where(info)
-        )
-        if set(arrays) != {PAYLOAD_COLUMN}:
-            raise IntegrityError(
-                f"{DELTA_GROUP} of {self.where(info)} must have one column {PAYLOAD_COLUMN!r}, "
-                f"got {sorted(arrays)}.",
-                code=ErrorCode.CORRUPT_PAYLOAD,
-            )
-        return arrays[PAYLOAD_COLUMN].tobytes()
+        return rebuild(self, self.info(ref, branch=branch), codecs).tensors
 
     def tensor_list(self, info: CommitInfo) -> tuple[tuple[TensorSpec, ...], dict[str, str]]:
         """Specs and digests of a version's tensors. Raises `IntegrityError`."""
         attributes, where = self.root(info).attrs.asdict(), self.where(info)
-        if record_from_tree(attributes.get(RECORD_KEY), where=where) != info.record:
+        record = record_from_tree(attributes.get(RECORD_KEY), where=where)
+        if record_to_text(record) != record_to_text(info.record):
             raise IntegrityError(
                 f"the attributes of {where} are of another version.",
                 code=ErrorCode.CORRUPT_PAYLOAD,
@@ -355,7 +260,10 @@ class PolicyRepository:
     def root(self, info: CommitInfo) -> zarr.Group:
         """The version's Zarr tree, read-only."""
         with translated(
-            f"open version {info.version}", location=self.location, absent=IntegrityError
+            f"open version {info.version}",
+            location=self.location,
+            absent=IntegrityError,
+            absent_code=ErrorCode.OBJECT_MISSING,
         ):
             session = self._backend.readonly_session(snapshot_id=info.snapshot_id)
             return zarr.open_group(session.store, mode="r")
@@ -372,29 +280,86 @@ class PolicyRepository:
         """
         self._check_writable("publish")
         with self._looking_up(f"publish to branch {branch!r}"):
-            if parent is None and branch not in self._backend.list_branches():
-                self._backend.create_branch(branch, self._root_snapshot())
+            if parent is None and not self.has_branch(branch):
+                self._backend.create_branch(branch, self._root_snapshot)
             session = self._backend.writable_session(branch)
-        expected = self._root_snapshot() if parent is None else parent.snapshot_id
+        expected = self._root_snapshot if parent is None else parent.snapshot_id
         if session.snapshot_id != expected:
             raise stale_parent(branch, self.location, expected=expected, found=session.snapshot_id)
         return Transaction(session, location=self.location)
+
+    def exclusive_fence(self, *, owner: str) -> Fence | None:
+        """Sole write access to the store; None while a publisher may be at work."""
+        if self._location.kind is Kind.MEMORY:
+            free = not self._holders
+            return self._set_fence("", owner) if free else None
+        if self._location.path is None:
+            return None
+        try:
+            return ExclusiveFileFence(self._location.path, owner=owner)
+        except BlockingIOError:
+            return None
 
     def fence(self, branch: str, *, owner: str) -> Fence:
         """Take the right to publish to a branch. Raises `ConflictError` (WRITER_FENCED)."""
         check_ref_name(branch, kind="branch")
         self._check_writable("publish")
         if self._location.kind is Kind.MEMORY:
-            return SetFence(self._holders, branch=branch, owner=owner, store=self.location)
+            return self._set_fence(branch, owner)
         if self._location.path is None:
             return OpenFence()
         with self._looking_up(f"lock branch {branch!r}"):
             return FileFence(self._location.path, branch=branch, owner=owner)
 
+    def _set_fence(self, branch: str, owner: str) -> Fence:
+        return SetFence(self._holders, branch=branch, owner=owner, store=self.location)
+
     def has_branch(self, branch: str) -> bool:
         """Whether the branch exists."""
-        with self._looking_up("list branches"):
-            return branch in self._backend.list_branches()
+        try:
+            self._branch_snapshot(branch)
+        except NotFoundError:
+            return False
+        return True
+
+    def reserved_branches(self) -> dict[str, str]:
+        """Snapshot id of each branch that belongs to the store itself (pins and leases)."""
+        with self._looking_up("list reserved branches"):
+            names = sorted(self._backend.list_branches())
+            return {
+                n: self._backend.lookup_branch(n) for n in names if n.startswith(RESERVED_PREFIX)
+            }
+
+    def make_reserved_branch(self, name: str, snapshot_id: str) -> None:
+        """Hold a snapshot by a branch of the store itself. Raises `ConflictError` if it is."""
+        self._check_writable("hold a version")
+        with self._looking_up(f"hold version {snapshot_id!r}"):
+            self._backend.create_branch(name, snapshot_id)
+
+    def drop_reserved_branch(self, name: str) -> None:
+        """Let go of a snapshot. Raises `NotFoundError` if the name is not there."""
+        self._check_writable("let go of a version")
+        with self._looking_up(f"drop {name!r}"):
+            self._backend.delete_branch(name)
+
+    def snapshot_time(self, info: CommitInfo) -> datetime:
+        """When the backend wrote the version's snapshot, by the backend's clock."""
+        with self._looking_up(f"find version {info.snapshot_id!r}"):
+            return self._backend.lookup_snapshot(info.snapshot_id).written_at
+
+    def expire(self, *, before: datetime) -> None:
+        """Forget the versions written before a time that no branch or tag points at."""
+        self._check_writable("expire versions")
+        with self._looking_up("expire versions"):
+            self._backend.expire_snapshots(before)
+        self._infos.clear()
+
+    def delete_unreferenced(self, *, before: datetime, dry_run: bool) -> icechunk.GCSummary:
+        """Delete objects of no version that were written before a time."""
+        if not dry_run:
+            self._check_writable("delete objects")
+        with self._looking_up("delete unreferenced objects"):
+            return self._backend.garbage_collect(before, dry_run=dry_run)
 
     def _info_by_number(self, version: int, *, branch: str) -> CommitInfo:
         head = self.head(branch)
@@ -430,16 +395,6 @@ class PolicyRepository:
         self._infos[snapshot_id] = info
         return info
 
-    def _anchor_digest(self, info: CommitInfo) -> str:
-        if info.is_anchor:
-            return info.state_digest
-        anchor = self.find(info.record.previous_anchor)
-        if anchor is not None:
-            return anchor.state_digest
-        links = self.links_since(info, VersionRef(version=info.anchor_version, snapshot_id=""))
-        delta = links[0].record.delta
-        return delta.base_digest if delta else ""
-
     def _branch_snapshot(self, branch: str) -> str:
         with translated(
             f"find branch {branch!r}",
@@ -448,12 +403,12 @@ class PolicyRepository:
         ):
             return str(self._backend.lookup_branch(branch))
 
-    def _root_snapshot(self) -> str:
-        return str(self._backend.lookup_tag(ROOT_TAG))
-
-    def _is_root(self, snapshot_id: str) -> bool:
-        with self._looking_up("find the format tag"):
-            return snapshot_id == self._root_snapshot()
+    def _tag_snapshot(self, tag: str) -> str | None:
+        try:
+            with self._looking_up(f"find tag {tag!r}"):
+                return str(self._backend.lookup_tag(tag))
+        except NotFoundError:
+            return None
 
     def _check_writable(self, action: str) -> None:
         if self._read_only:
@@ -464,70 +419,3 @@ class PolicyRepository:
 
     def _looking_up(self, action: str) -> Any:
         return translated(action, location=self.location)
-
-
-def stale_parent(branch: str, location: str, *, expected: str, found: str) -> ConflictError:
-    """The error for a branch that is not where its publisher left it."""
-    return ConflictError(
-        f"branch {branch!r} of {location} stands at {found}, expected {expected}.",
-        code=ErrorCode.STALE_PARENT,
-        remedy="Resume from the branch's head, or publish to another branch.",
-    )
-
-
-def _connect(location: Location) -> icechunk.Storage:
-    silence_backend_log()
-    if location.path is not None and location.path.exists() and not location.path.is_dir():
-        raise InputError(
-            f"store path must be a folder, got the file {location.text}.",
-            code=ErrorCode.INVALID_ARGUMENT,
-        )
-    with translated("reach the store", location=location.text, absent=BackendError):
-        return backend_storage(location)
-
-
-def _store_is_there(location: Location) -> bool:
-    if location.path is not None:
-        return (location.path / "refs").is_dir()
-    return location.kind is Kind.S3
-
-
-def _no_store(location: Location) -> NotFoundError:
-    return NotFoundError(
-        f"there is no policy store at {location.text}.",
-        code=ErrorCode.STORE_NOT_FOUND,
-        remedy="Check the address, or create the store.",
-    )
-
-
-def _write_root(backend: icechunk.Repository) -> None:
-    session = backend.writable_session(DEFAULT_BRANCH)
-    root = {"format_version": FORMAT_VERSION}
-    zarr.create_group(session.store, attributes={RECORD_KEY: root}, overwrite=True)
-    snapshot_id = session.commit(f"policy store, format {FORMAT_VERSION}", metadata=root)
-    backend.create_tag(ROOT_TAG, snapshot_id)
-
-
-def _refuse_finished(backend: icechunk.Repository, location: Location) -> None:
-    """A store whose creation was cut short before its format tag may be finished."""
-    if ROOT_TAG in backend.list_tags() or len(list(backend.ancestry(branch=DEFAULT_BRANCH))) > 2:
-        raise ConflictError(
-            f"there is already a store at {location.text}.",
-            code=ErrorCode.STORE_EXISTS,
-            remedy="Open it, or choose another place.",
-        )
-
-
-def _check_root(backend: icechunk.Repository, location: Location) -> None:
-    with translated("read the format", location=location.text):
-        if ROOT_TAG not in backend.list_tags():
-            raise FormatError(
-                f"{location.text} is an Icechunk repository but not a policy store.",
-                code=ErrorCode.MALFORMED_METADATA,
-            )
-        snapshot = backend.lookup_snapshot(backend.lookup_tag(ROOT_TAG))
-    check_format(snapshot.metadata.get("format_version"), where=location.text)
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith(RESERVED_PREFIX)

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .bits import PolicyTensors
-from .chain import CodecLookup, CodecState, Folded, check_target, fold, target_of, total_changes
+from .chain import CodecLookup, CodecState, Folded, check_target, fold, total_changes
 from .codec import Changes, apply_changes
 from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
+from .opening import DEFAULT_BRANCH
+from .rebuild import links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
-from .repository import DEFAULT_BRANCH, PolicyRepository
+from .repository import PolicyRepository
 
 Source = Literal["none", "delta", "anchor"]
 
@@ -68,7 +70,13 @@ class Subscriber:
         *,
         codecs: CodecLookup,
         branch: str = DEFAULT_BRANCH,
+        visibility_seconds: float | None = None,
     ) -> None:
+        """`visibility_seconds`: how long an object of a committed version may take to appear
+        before it counts as lost; None means 5 s over a network and 0 otherwise."""
+        if visibility_seconds is None:
+            visibility_seconds = 5.0 if repository.is_remote else 0.0
+        self._visibility_seconds = visibility_seconds
         self._repository = repository
         self._branch = branch
         self._codecs = codecs
@@ -96,6 +104,10 @@ class Subscriber:
     def num_heals(self) -> int:
         """How often a broken chain or a damaged copy was replaced from an anchor."""
         return self._num_heals
+
+    def follow(self, branch: str) -> None:
+        """Follow another branch from now on; the active copy stays until the next activation."""
+        self._branch = branch
 
     def head(self) -> int:
         """The newest published version. Raises `NotFoundError` if there is none yet."""
@@ -130,12 +142,10 @@ class Subscriber:
         `IntegrityError` when nothing verifiable can be had.
         """
         target = self._target(version, minimum)
-        if self._active is None:
-            return self._stage_anchor(target)
         try:
-            return self._stage_chain(target, self._active)
+            return self._once_visible(target)
         except (SequenceError, IntegrityError):
-            if not heal:
+            if not heal or self._active is None:
                 raise
         return self._heal(target)
 
@@ -168,6 +178,22 @@ class Subscriber:
             changes=staged.changes,
         )
 
+    def _once_visible(self, target: CommitInfo) -> StagedVersion:
+        """Stage by the cheaper way, trying again while objects have not appeared yet."""
+        deadline = time.monotonic() + self._visibility_seconds
+        pause_seconds = 0.05
+        while True:
+            try:
+                if self._active is None:
+                    return self._stage_anchor(target)
+                return self._stage_chain(target, self._active)
+            except IntegrityError as error:
+                late = error.code == ErrorCode.OBJECT_MISSING and time.monotonic() < deadline
+                if not late:
+                    raise
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 1.0)
+
     def _heal(self, target: CommitInfo) -> StagedVersion:
         staged = self._stage_anchor(target)
         self._num_heals += 1
@@ -177,12 +203,11 @@ class Subscriber:
         tensors = self._held_tensors()
         if target.snapshot_id == active.snapshot_id:
             return self._staged(target, source="none", changes={}, num_bytes=0)
-        infos = self._repository.links_since(target, active.ref)
+        infos = links_since(self._repository, target, active.ref)
         if prefer_anchor(infos):
             return self._stage_anchor(target)
-        folded = fold(
-            tensors, self._repository.load_links(infos), state=self._state, codecs=self._codecs
-        )
+        links = load_links(self._repository, infos, base_digest=active.state_digest)
+        folded = fold(tensors, links, state=self._state, codecs=self._codecs)
         check_target(folded, target)
         return self._staged(
             target,
@@ -193,23 +218,14 @@ class Subscriber:
         )
 
     def _stage_anchor(self, target: CommitInfo) -> StagedVersion:
-        tensors = self._repository.read_anchor(target)
-        anchor = VersionRef(version=target.anchor_version, snapshot_id="")
-        infos = self._repository.links_since(target, anchor)
-        num_bytes = tensors.num_bytes + sum(info.payload_bytes for info in infos)
-        state: CodecState | None = None
-        if infos:
-            links = self._repository.load_links(infos)
-            folded = fold(tensors, links, state=None, codecs=self._codecs)
-            check_target(folded, target)
-            tensors, state = target_of(folded), folded.advanced()
+        rebuilt = rebuild(self._repository, target, self._codecs)
         return self._staged(
             target,
             source="anchor",
             changes=None,
-            num_bytes=num_bytes,
-            tensors=tensors,
-            state=state,
+            num_bytes=rebuilt.num_bytes,
+            tensors=rebuilt.tensors,
+            state=rebuilt.state,
         )
 
     def _staged(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,33 +11,39 @@ import numpy as np
 import zarr
 
 from .backend import translated
-from .bits import PolicyTensors
+from .bits import PolicyTensors, TensorSpec
 from .errors import BackendError, ConflictError, ErrorCode
-from .layout import DELTA_GROUP, RECORD_KEY, STATE_GROUP, TENSORS_KEY
+from .layout import DELTA_GROUP, RECORD_KEY, SHARDS_KEY, STATE_GROUP, TENSORS_KEY
 from .records import VersionRecord, record_to_text, record_to_tree, tensors_to_tree
-from .tree import PackedGroup, pack_group, write_anchor, write_group
+from .tree import PackedGroup, pack_group, set_anchor_attributes, write_anchor, write_group
 
 PAYLOAD_COLUMN = "payload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionContent:
-    """Everything a commit writes. `stale_groups` are removed first."""
+    """Everything a commit writes. `stale_groups` are removed first.
+
+    `anchor` is None where the version is no anchor, or where its tensors are written already.
+    `shard_digests` are of the payloads written by other ranks, if there are several.
+    """
 
     record: VersionRecord
-    tensors: PolicyTensors
+    specs: tuple[TensorSpec, ...]
     digests: Mapping[str, str]
+    anchor: PolicyTensors | None
     delta: PackedGroup | None
     tables: Mapping[str, PackedGroup]
     state: PackedGroup | None
     stale_groups: tuple[str, ...]
+    shard_digests: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes to be written, before compression."""
         groups = [*self.tables.values(), self.delta, self.state]
         packed = sum(group.data.size for group in groups if group is not None)
-        return packed + (self.tensors.num_bytes if self.record.is_anchor else 0)
+        return packed + (self.anchor.num_bytes if self.anchor else 0)
 
 
 def pack_payload(payload: bytes) -> PackedGroup:
@@ -51,6 +57,15 @@ class Transaction:
     def __init__(self, session: icechunk.Session, *, location: str) -> None:
         self._session = session
         self._location = location
+
+    def fork(self) -> icechunk.ForkSession:
+        """A session for another process to write into, before anything is written here."""
+        return self._session.fork()
+
+    def merge(self, forks: Sequence[icechunk.ForkSession]) -> None:
+        """Take over what was written into forks. Raises `BackendError`."""
+        with translated("merge the ranks' writes", location=self._location, absent=BackendError):
+            self._session.merge(*forks)
 
     def write(self, content: VersionContent) -> None:
         """Write the version's bytes; nothing is visible yet. Raises `BackendError`."""
@@ -92,10 +107,19 @@ def _write_content(root: zarr.Group, content: VersionContent) -> None:
         write_group(root, name, table, compress=True)
     if content.state is not None:
         write_group(root, STATE_GROUP, content.state, compress=False)
-    tensors = tensors_to_tree(content.tensors.specs, content.digests)
+    tensors = tensors_to_tree(content.specs, content.digests)
+    if content.anchor is not None:
+        write_anchor(root, content.anchor)
     if content.record.is_anchor:
-        write_anchor(root, content.tensors, attributes=_anchor_attributes(content, tensors))
-    root.attrs.put({RECORD_KEY: record_to_tree(content.record), TENSORS_KEY: tensors})
+        set_anchor_attributes(root, _anchor_attributes(content, tensors))
+    root.attrs.put(_root_attributes(content, tensors))
+
+
+def _root_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, Any]:
+    attributes = {RECORD_KEY: record_to_tree(content.record), TENSORS_KEY: tensors}
+    if content.shard_digests:
+        attributes[SHARDS_KEY] = list(content.shard_digests)
+    return attributes
 
 
 def _anchor_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, Any]:
@@ -105,3 +129,12 @@ def _anchor_attributes(content: VersionContent, tensors: list[Any]) -> dict[str,
         "state_digest": record.state_digest,
         TENSORS_KEY: tensors,
     }
+
+
+def stale_parent(branch: str, location: str, *, expected: str, found: str) -> ConflictError:
+    """The error for a branch that is not where its publisher left it."""
+    return ConflictError(
+        f"branch {branch!r} of {location} stands at {found}, expected {expected}.",
+        code=ErrorCode.STALE_PARENT,
+        remedy="Resume from the branch's head, or publish to another branch.",
+    )

@@ -96,23 +96,31 @@ def read_group(
     return from_plain(header["values"]), read_columns(data.data, columns)
 
 
-def write_anchor(
-    root: zarr.Group, tensors: PolicyTensors, *, attributes: Mapping[str, Any]
-) -> None:
+def write_anchor(root: zarr.Group, tensors: PolicyTensors) -> None:
     """Write every tensor as one array of `policy/anchor`, dropping the previous anchor."""
-    anchor = root.create_group(ANCHOR_GROUP, overwrite=True, attributes=dict(attributes))
+    anchor = root.create_group(ANCHOR_GROUP, overwrite=True)
     for spec in tensors.specs:
-        bits = tensors.bits[spec.name]
-        array = anchor.create_array(
-            tensor_node(spec.name),
-            shape=spec.shape,
-            chunks=chunk_shape(spec.shape, item_bytes=bits.itemsize),
-            dtype=bits.dtype.name,
-            compressors=ZstdCodec(level=1),
-            fill_value=0,
-            attributes=spec.to_json(),
-        )
-        array[...] = bits
+        write_anchor_tensor(anchor, spec, tensors.bits[spec.name])
+
+
+def write_anchor_tensor(anchor: zarr.Group, spec: TensorSpec, bits: BitArray) -> None:
+    """Write one tensor into the anchor group, replacing what was there."""
+    array = anchor.create_array(
+        tensor_node(spec.name),
+        shape=spec.shape,
+        chunks=chunk_shape(spec.shape, item_bytes=bits.itemsize),
+        dtype=bits.dtype.name,
+        compressors=ZstdCodec(level=1),
+        fill_value=0,
+        overwrite=True,
+        attributes=spec.to_json(),
+    )
+    array[...] = bits
+
+
+def set_anchor_attributes(root: zarr.Group, attributes: Mapping[str, Any]) -> None:
+    """Say which version the tensors in `policy/anchor` are of."""
+    root.require_group(ANCHOR_GROUP).attrs.put(dict(attributes))
 
 
 def anchor_attributes(root: zarr.Group, *, where: str) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def anchor_attributes(root: zarr.Group, *, where: str) -> dict[str, Any]:
     return node.attrs.asdict()
 
 
-def read_anchor(
+def read_anchor_tensors(
     root: zarr.Group, specs: tuple[TensorSpec, ...], digests: Mapping[str, str], *, where: str
 ) -> PolicyTensors:
     """Every tensor of the newest anchor, each checked against its digest.
@@ -176,7 +184,7 @@ def _reading(what: str, where: str) -> Any:
         f"read {what}",
         location=where,
         absent=IntegrityError,
-        absent_code=ErrorCode.CORRUPT_PAYLOAD,
+        absent_code=ErrorCode.OBJECT_MISSING,
     )
 
 
@@ -197,7 +205,7 @@ def _packed_digest(header: Mapping[str, Any], data: npt.NDArray[np.uint8]) -> st
 
 def _missing(path: str, where: str) -> IntegrityError:
     return IntegrityError(
-        f"{path} of {where} is missing.", code=ErrorCode.CORRUPT_PAYLOAD, remedy=_REMEDY
+        f"{path} of {where} is missing.", code=ErrorCode.OBJECT_MISSING, remedy=_REMEDY
     )
 
 

@@ -1,0 +1,198 @@
+"""Rebuilding a version: the newest usable anchor, then the chain of deltas since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .bits import PolicyTensors
+from .chain import CodecLookup, CodecState, Link, check_link, check_target, fold, target_of
+from .drafting import delta_groups
+from .errors import ErrorCode, IntegrityError, SequenceError, StorageError
+from .layout import SHARDS_KEY, TENSORS_KEY
+from .records import CommitInfo, DeltaInfo, VersionRef, tensors_from_tree
+from .sharded_codec import combine_digests, frame_payloads
+from .transaction import PAYLOAD_COLUMN
+from .tree import anchor_attributes, read_anchor_tensors, read_group
+
+if TYPE_CHECKING:
+    from .repository import PolicyRepository
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """A verified version; `state` is None at a fresh anchor. `num_bytes` were fetched for it."""
+
+    tensors: PolicyTensors
+    state: CodecState | None
+    num_bytes: int
+
+
+def rebuild(repository: PolicyRepository, info: CommitInfo, codecs: CodecLookup) -> Rebuilt:
+    """A version from the newest anchor at or before it.
+
+    If that anchor is damaged, older anchors are tried, with the longer chain they need: anchor
+    commits carry a delta too. Raises the first anchor's error if none leads to the version.
+    """
+    first_error: StorageError | None = None
+    for version, source in _anchors(repository, info):
+        try:
+            return _rebuild_from(repository, info, codecs, anchor_version=version, source=source)
+        except (IntegrityError, SequenceError) as error:
+            first_error = first_error or error
+    raise first_error or _no_anchor(repository, info)
+
+
+def links_since(
+    repository: PolicyRepository, info: CommitInfo, base: VersionRef
+) -> list[CommitInfo]:
+    """The versions after `base` up to `info`, oldest first.
+
+    An empty snapshot id matches any version of that number. Raises `SequenceError`:
+    MISSING_LINK for a version that is not kept, WRONG_BASE if `base` is no ancestor.
+    """
+    infos: list[CommitInfo] = []
+    current: CommitInfo | None = info
+    while current is not None and current.version > base.version:
+        infos.append(current)
+        parent = current.record.parent
+        if parent is not None and parent.version == base.version and not base.snapshot_id:
+            return infos[::-1]
+        current = repository.find(parent)
+        if current is None and parent is not None:
+            raise _missing_link(repository, infos[-1], parent)
+    if current is None or (base.snapshot_id and current.snapshot_id != base.snapshot_id):
+        raise SequenceError(
+            f"version {info.version} ({info.snapshot_id}) does not descend from version "
+            f"{base.version} ({base.snapshot_id}).",
+            code=ErrorCode.WRONG_BASE,
+            remedy="Load the newest anchor and follow from there.",
+        )
+    return infos[::-1]
+
+
+def load_links(
+    repository: PolicyRepository, infos: Sequence[CommitInfo], *, base_digest: str
+) -> list[Link]:
+    """The payloads of a chain that starts at a state, each checked against digest and base.
+
+    Raises as `chain.check_link`, and `IntegrityError` for a damaged payload.
+    """
+    links: list[Link] = []
+    for info in infos:
+        links.append(Link(info=info, payload=read_payload(repository, info, base_digest)))
+        base_digest = info.state_digest
+    return links
+
+
+def read_payload(repository: PolicyRepository, info: CommitInfo, base_digest: str) -> bytes:
+    """The delta of a version, if it starts at `base_digest`."""
+    delta = check_link(info, base_digest=base_digest)
+    groups = delta_groups(delta)
+    digests = _payload_digests(repository, info, delta)
+    payloads = [
+        _read_payload_group(repository, info, group, digest)
+        for group, digest in zip(groups, digests, strict=True)
+    ]
+    return payloads[0] if delta.num_shards == 1 else frame_payloads(payloads)
+
+
+def _payload_digests(repository: PolicyRepository, info: CommitInfo, delta: DeltaInfo) -> list[str]:
+    """The digest of each rank's payload, checked against the record."""
+    if delta.num_shards == 1:
+        return [delta.payload_digest]
+    found = repository.root(info).attrs.asdict().get(SHARDS_KEY)
+    digests = [str(digest) for digest in found] if isinstance(found, list) else []
+    if len(digests) != delta.num_shards or combine_digests(digests) != delta.payload_digest:
+        raise IntegrityError(
+            f"{SHARDS_KEY} of {repository.where(info)} do not match its record.",
+            code=ErrorCode.DIGEST_MISMATCH,
+        )
+    return digests
+
+
+def _read_payload_group(
+    repository: PolicyRepository, info: CommitInfo, group: str, digest: str
+) -> bytes:
+    where = repository.where(info)
+    _, arrays = read_group(repository.root(info), group, digest=digest, where=where)
+    if set(arrays) != {PAYLOAD_COLUMN}:
+        raise IntegrityError(
+            f"{group} of {where} must have one column {PAYLOAD_COLUMN!r}, got {sorted(arrays)}.",
+            code=ErrorCode.CORRUPT_PAYLOAD,
+        )
+    return arrays[PAYLOAD_COLUMN].tobytes()
+
+
+def read_anchor(
+    repository: PolicyRepository, info: CommitInfo, *, version: int, state_digest: str
+) -> PolicyTensors:
+    """The anchor in a version's tree, which must be that of `version`. Raises `IntegrityError`."""
+    root, where = repository.root(info), repository.where(info)
+    attributes = anchor_attributes(root, where=where)
+    if attributes.get("version") != version:
+        raise IntegrityError(
+            f"the anchor in {where} is of version {attributes.get('version')}, expected {version}.",
+            code=ErrorCode.CORRUPT_PAYLOAD,
+        )
+    specs, digests = tensors_from_tree(
+        attributes.get(TENSORS_KEY), expected_digest=state_digest, where=f"the anchor in {where}"
+    )
+    return read_anchor_tensors(root, specs, digests, where=where)
+
+
+def _anchors(repository: PolicyRepository, info: CommitInfo) -> Iterator[tuple[int, CommitInfo]]:
+    """Anchors at or before a version, newest first, each with a version whose tree has it."""
+    yield info.anchor_version, info
+    anchor = info if info.is_anchor else repository.find(info.record.previous_anchor)
+    while anchor is not None:
+        anchor = repository.find(anchor.record.previous_anchor)
+        if anchor is not None:
+            yield anchor.version, anchor
+
+
+def _rebuild_from(
+    repository: PolicyRepository,
+    info: CommitInfo,
+    codecs: CodecLookup,
+    *,
+    anchor_version: int,
+    source: CommitInfo,
+) -> Rebuilt:
+    infos = links_since(repository, info, VersionRef(version=anchor_version, snapshot_id=""))
+    digest = _state_digest_before(infos) if infos else info.state_digest
+    tensors = read_anchor(repository, source, version=anchor_version, state_digest=digest)
+    if not infos:
+        return Rebuilt(tensors=tensors, state=None, num_bytes=tensors.num_bytes)
+    links = load_links(repository, infos, base_digest=digest)
+    folded = fold(tensors, links, state=None, codecs=codecs)
+    check_target(folded, info)
+    target = target_of(folded)
+    return Rebuilt(
+        tensors=target,
+        state=folded.advanced(),
+        num_bytes=tensors.num_bytes + sum(link.info.payload_bytes for link in links),
+    )
+
+
+def _state_digest_before(infos: Sequence[CommitInfo]) -> str:
+    delta = infos[0].record.delta
+    return check_link(infos[0], base_digest=delta.base_digest if delta else "").base_digest
+
+
+def _missing_link(
+    repository: PolicyRepository, info: CommitInfo, parent: VersionRef
+) -> SequenceError:
+    return SequenceError(
+        f"version {info.version} of {repository.location} needs version {parent.version} "
+        f"({parent.snapshot_id}), which is not kept.",
+        code=ErrorCode.MISSING_LINK,
+        remedy="Load the newest anchor and follow from there.",
+    )
+
+
+def _no_anchor(repository: PolicyRepository, info: CommitInfo) -> IntegrityError:
+    return IntegrityError(
+        f"{repository.where(info)} has no anchor.", code=ErrorCode.CORRUPT_PAYLOAD
+    )

@@ -1,0 +1,216 @@
+"""Retention: which versions stay and why, and removing the others.
+
+A version that stays keeps what it needs: the deltas since its anchor, and the training batches
+since its trainer state, so that it can be loaded and be a starting point. `plan_gc` decides,
+`gc` carries out: pin what stays, expire the rest, delete their objects. Every step can be cut
+short and repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from .errors import ErrorCode, InputError
+from .layout import RESERVED_PREFIX
+from .leases import LeaseInfo, list_leases
+from .records import CommitInfo
+from .repository import PolicyRepository
+
+PIN_PREFIX: Final = f"{RESERVED_PREFIX}keep."
+DEFAULT_GRACE_SECONDS: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcPlan:
+    """Versions that stay, with their reasons, and versions that go; both newest first."""
+
+    kept: tuple[tuple[CommitInfo, tuple[str, ...]], ...]
+    removed: tuple[CommitInfo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcReport:
+    """What `gc` did, or would do.
+
+    `deleted_bytes` and `deleted_objects` are exact after a run; a dry run counts only objects
+    that no version refers to already.
+    """
+
+    plan: GcPlan
+    dry_run: bool
+    deleted_bytes: int
+    deleted_objects: int
+
+
+def plan_gc(
+    versions: Mapping[str, CommitInfo],
+    *,
+    heads: Mapping[str, str],
+    tags: Mapping[str, str],
+    leases: Sequence[LeaseInfo],
+    keep_last: int,
+    now: float,
+) -> GcPlan:
+    """Decide what stays, from facts alone.
+
+    `versions` are all versions by snapshot id, `heads` and `tags` snapshot ids by name, `now`
+    seconds since 1970. Kept are the `keep_last` newest versions of every branch, tagged and
+    leased ones, and all that any of them needs.
+    """
+    wanted: dict[str, list[str]] = {}
+    for branch, snapshot_id in heads.items():
+        for info in _ancestors(versions, snapshot_id, limit=keep_last):
+            reason = f"head of {branch}" if info.snapshot_id == snapshot_id else f"new on {branch}"
+            wanted.setdefault(info.snapshot_id, []).append(reason)
+    for tag, snapshot_id in tags.items():
+        wanted.setdefault(snapshot_id, []).append(f"tag {tag}")
+    for lease in leases:
+        if lease.expires_at > now:
+            wanted.setdefault(lease.snapshot_id, []).append(f"leased by {lease.holder}")
+    reasons = _with_needs(versions, wanted)
+    ordered = sorted(versions.values(), key=lambda i: (-i.version, i.snapshot_id))
+    return GcPlan(
+        kept=tuple((i, tuple(reasons[i.snapshot_id])) for i in ordered if i.snapshot_id in reasons),
+        removed=tuple(i for i in ordered if i.snapshot_id not in reasons),
+    )
+
+
+def gc(
+    repository: PolicyRepository,
+    *,
+    keep_last: int,
+    dry_run: bool = True,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
+) -> GcReport:
+    """Remove the versions that `plan_gc` does not keep; with `dry_run` only say which.
+
+    Objects of removed versions are deleted at once if no publisher can be at work (the store
+    could be locked), otherwise only those older than `grace_seconds`: a version in the making
+    must not lose what it has written. Raises `InputError` for `keep_last` below 1.
+    """
+    if keep_last < 1 or grace_seconds < 0:
+        raise InputError(
+            f"keep_last must be at least 1 and grace_seconds at least 0, "
+            f"got {keep_last} and {grace_seconds}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    if dry_run:
+        return _report(repository, _plan(repository, keep_last), dry_run=True, before=_utc_now())
+    fence = repository.exclusive_fence(owner="gc")
+    try:
+        plan = _plan(repository, keep_last)
+        _pin(repository, plan)
+        _drop_expired_leases(repository, now=time.time())
+        if plan.removed:
+            newest = max(repository.snapshot_time(info) for info in plan.removed)
+            repository.expire(before=newest + timedelta(microseconds=1))
+        grace = timedelta(seconds=grace_seconds if fence is None else 0)
+        return _report(repository, plan, dry_run=False, before=_utc_now() - grace)
+    finally:
+        if fence is not None:
+            fence.release()
+
+
+def all_versions(repository: PolicyRepository) -> dict[str, CommitInfo]:
+    """Every version that a branch, tag, pin or lease leads to, by snapshot id."""
+    held = {*repository.tags().values(), *repository.reserved_branches().values()}
+    heads = [repository.find_head(branch) for branch in repository.branches()]
+    found: dict[str, CommitInfo] = {}
+    for head in (*heads, *map(repository.info, sorted(held))):
+        for info in repository.ancestors(head) if head else ():
+            if info.snapshot_id in found:
+                break
+            found[info.snapshot_id] = info
+    return found
+
+
+def _plan(repository: PolicyRepository, keep_last: int) -> GcPlan:
+    return plan_gc(
+        all_versions(repository),
+        heads=repository.branches(),
+        tags=repository.tags(),
+        leases=list_leases(repository),
+        keep_last=keep_last,
+        now=time.time(),
+    )
+
+
+def _ancestors(
+    versions: Mapping[str, CommitInfo], snapshot_id: str, *, limit: int | None = None
+) -> Iterable[CommitInfo]:
+    count = 0
+    info = versions.get(snapshot_id)
+    while info is not None and (limit is None or count < limit):
+        yield info
+        count += 1
+        parent = info.record.parent
+        info = versions.get(parent.snapshot_id) if parent else None
+
+
+def _with_needs(
+    versions: Mapping[str, CommitInfo], wanted: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """`wanted` and, for each of them, the versions without which it could not be rebuilt."""
+    reasons = {snapshot_id: list(texts) for snapshot_id, texts in wanted.items()}
+    for snapshot_id in wanted:
+        target = versions.get(snapshot_id)
+        if target is None:
+            continue
+        oldest = min(target.anchor_version, target.state_version)
+        for info in _ancestors(versions, snapshot_id):
+            if info.version < oldest:
+                break
+            if info.snapshot_id not in wanted:
+                need = _need(info, target)
+                texts = reasons.setdefault(info.snapshot_id, [])
+                texts += [need] if need not in texts else []
+    return reasons
+
+
+def _need(info: CommitInfo, target: CommitInfo) -> str:
+    kind = "chain" if info.version >= target.anchor_version else "replay"
+    return f"{kind} of version {target.version}"
+
+
+def _pin(repository: PolicyRepository, plan: GcPlan) -> None:
+    """Pin what stays, before letting go of pins of what does not."""
+    kept = {f"{PIN_PREFIX}{info.snapshot_id}": info.snapshot_id for info, _ in plan.kept}
+    present = {n for n in repository.reserved_branches() if n.startswith(PIN_PREFIX)}
+    if plan.removed:
+        for name in sorted(kept.keys() - present):
+            repository.make_reserved_branch(name, kept[name])
+    for name in sorted(present - kept.keys()):
+        repository.drop_reserved_branch(name)
+
+
+def _drop_expired_leases(repository: PolicyRepository, *, now: float) -> None:
+    for lease in list_leases(repository):
+        if lease.expires_at <= now:
+            repository.drop_reserved_branch(lease.name)
+
+
+def _report(
+    repository: PolicyRepository, plan: GcPlan, *, dry_run: bool, before: datetime
+) -> GcReport:
+    summary = repository.delete_unreferenced(before=before, dry_run=dry_run)
+    objects = (
+        summary.chunks_deleted
+        + summary.manifests_deleted
+        + summary.snapshots_deleted
+        + summary.transaction_logs_deleted
+        + summary.attributes_deleted
+    )
+    return GcReport(
+        plan=plan,
+        dry_run=dry_run,
+        deleted_bytes=summary.bytes_deleted,
+        deleted_objects=objects,
+    )
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)

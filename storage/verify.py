@@ -1,0 +1,134 @@
+"""Checking a store: every version rebuilt, every digest compared, the first bad object named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .bits import PolicyTensors
+from .chain import CodecLookup, CodecState, check_target, fold, target_of
+from .errors import DeltaloomError, StorageError
+from .layout import STATE_GROUP
+from .opening import DEFAULT_BRANCH
+from .rebuild import load_links, read_anchor, read_payload, rebuild
+from .records import CommitInfo
+from .repository import PolicyRepository
+from .tree import read_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that is wrong with a version, as the error that reading it raised."""
+
+    version: int
+    snapshot_id: str
+    error: DeltaloomError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Versions checked, oldest first, and what was wrong with them."""
+
+    num_versions: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cursor:
+    """The last version rebuilt: the next one needs only its own delta."""
+
+    info: CommitInfo
+    tensors: PolicyTensors
+    state: CodecState | None
+
+
+def verify(
+    repository: PolicyRepository,
+    codecs: CodecLookup,
+    *,
+    branch: str = DEFAULT_BRANCH,
+    versions: range | None = None,
+    stop_at_first: bool = False,
+    progress: Callable[[CommitInfo], None] | None = None,
+) -> VerifyReport:
+    """Check the versions of a branch (or those in `versions`), oldest first.
+
+    Of each are checked: record, tensor list, tables, trainer state, the anchor where there is
+    one, and the tensors rebuilt by its delta. Raises nothing for damage: it is in the report.
+    """
+    infos = [i for i in repository.log(branch) if versions is None or i.version in versions]
+    faults: list[Fault] = []
+    cursor: _Cursor | None = None
+    for info in reversed(infos):
+        found, cursor = _check_version(repository, codecs, info, cursor)
+        faults += [
+            Fault(version=info.version, snapshot_id=info.snapshot_id, error=e) for e in found
+        ]
+        if progress is not None:
+            progress(info)
+        if faults and stop_at_first:
+            break
+    return VerifyReport(num_versions=len(infos), faults=tuple(faults))
+
+
+def _check_version(
+    repository: PolicyRepository,
+    codecs: CodecLookup,
+    info: CommitInfo,
+    cursor: _Cursor | None,
+) -> tuple[Sequence[DeltaloomError], _Cursor | None]:
+    errors: list[DeltaloomError] = []
+    for check in (_check_attributes, _check_tables, _check_state, _check_anchor, _check_payload):
+        try:
+            check(repository, info)
+        except StorageError as error:
+            errors.append(error)
+    try:
+        return errors, _advance(repository, codecs, info, cursor)
+    except StorageError as error:
+        return [*errors, error], None
+
+
+def _check_attributes(repository: PolicyRepository, info: CommitInfo) -> None:
+    repository.tensor_list(info)
+
+
+def _check_tables(repository: PolicyRepository, info: CommitInfo) -> None:
+    for table in info.record.tables:
+        repository.read_table(info.snapshot_id, table)
+
+
+def _check_state(repository: PolicyRepository, info: CommitInfo) -> None:
+    if info.state_version == info.version:
+        digest, where = info.record.trainer_digest, repository.where(info)
+        read_group(repository.root(info), STATE_GROUP, digest=digest, where=where)
+
+
+def _check_anchor(repository: PolicyRepository, info: CommitInfo) -> None:
+    if info.is_anchor:
+        read_anchor(repository, info, version=info.version, state_digest=info.state_digest)
+
+
+def _check_payload(repository: PolicyRepository, info: CommitInfo) -> None:
+    """Also where the tensors come from the anchor: followers need the delta."""
+    delta = info.record.delta
+    if info.is_anchor and delta is not None:
+        read_payload(repository, info, delta.base_digest)
+
+
+def _advance(
+    repository: PolicyRepository, codecs: CodecLookup, info: CommitInfo, cursor: _Cursor | None
+) -> _Cursor:
+    follows = cursor is not None and cursor.info.snapshot_id == info.parent_snapshot_id
+    if cursor is None or not follows or info.record.delta is None:
+        rebuilt = rebuild(repository, info, codecs)
+        return _Cursor(info=info, tensors=rebuilt.tensors, state=rebuilt.state)
+    links = load_links(repository, [info], base_digest=cursor.info.state_digest)
+    folded = fold(cursor.tensors, links, state=cursor.state, codecs=codecs)
+    check_target(folded, info)
+    target = target_of(folded)
+    return _Cursor(info=info, tensors=target, state=folded.advanced())
