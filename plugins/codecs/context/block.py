@@ -145,13 +145,20 @@ def find_changes(old: Any, new: Any) -> tuple[npt.NDArray[np.int64], Any]:
     return indices[:number].copy(), values[:number].copy()
 
 
-def encode_block(pieces: Sequence[Piece], new: Sequence[Any], ages: Any) -> bytes:
-    """One section: empty without changes, else the form's number and its bytes."""
+def encode_block(
+    pieces: Sequence[Piece], new: Sequence[Any], ages: Any, *, max_modelled_share: float
+) -> bytes:
+    """One section: empty without changes, else the form's number and its bytes.
+
+    Above `max_modelled_share` of changed elements the modelled form is not tried.
+    """
     number = sum(piece.indices.size for piece in pieces)
     if number == 0:
         return b""
     raw_bytes = sum(piece.old.nbytes for piece in pieces)
-    section = _encode_modelled(pieces, ages, number=number, capacity=raw_bytes + SLACK_BYTES)
+    section = None
+    if number <= max_modelled_share * sum(piece.old.size for piece in pieces):
+        section = _encode_modelled(pieces, ages, number=number, capacity=raw_bytes + SLACK_BYTES)
     if section is not None and PLAIN_WORTH_TRYING * len(section) < raw_bytes:
         return section
     old = np.concatenate([piece.old for piece in pieces])

@@ -34,7 +34,12 @@ def start_history(specs: Sequence[TensorSpec]) -> History:
 
 
 def encode_delta(
-    old: PolicyTensors, new: PolicyTensors, *, history: History, num_threads: int
+    old: PolicyTensors,
+    new: PolicyTensors,
+    *,
+    history: History,
+    num_threads: int,
+    max_modelled_share: float,
 ) -> EncodedDelta:
     """The payload and the changes it stands for; the bytes do not depend on `num_threads`."""
     check_same_specs(old, new)
@@ -43,7 +48,7 @@ def encode_delta(
 
     def encode(job: Block | TensorSpec) -> tuple[bytes, Found]:
         if isinstance(job, Block):
-            return _encode_block(job, old, new, past, ages)
+            return _encode_block(job, old, new, past, ages, max_modelled_share)
         return _encode_plain(job, old, new)
 
     results = _map(encode, _jobs(old.specs), num_threads=num_threads)
@@ -112,7 +117,12 @@ def _bits(tensors: PolicyTensors, where: SegmentRange) -> Any:
 
 
 def _encode_block(
-    block: Block, old: PolicyTensors, new: PolicyTensors, past: ContextHistory, ages: Any
+    block: Block,
+    old: PolicyTensors,
+    new: PolicyTensors,
+    past: ContextHistory,
+    ages: Any,
+    max_modelled_share: float,
 ) -> tuple[bytes, Found]:
     pieces = []
     after = [_bits(new, where) for where in block.segments]
@@ -121,7 +131,7 @@ def _encode_block(
         pieces.append(
             Piece(where, past.tensors[where.spec.name], before, *find_changes(before, target))
         )
-    section = encode_block(pieces, after, ages)
+    section = encode_block(pieces, after, ages, max_modelled_share=max_modelled_share)
     return section, [(piece.where, piece.indices, piece.values) for piece in pieces]
 
 
