@@ -137,6 +137,17 @@ class Ledger:
         return replace(self._closed, dispatched=dispatched, in_flight=in_flight, buffered=buffered)
 
 
+def since(committed: Accounting, now: Accounting) -> Accounting:
+    """The sum as of a committed version: what was closed later counts as still buffered."""
+    beyond = now.dispatched - committed.dispatched
+    return replace(
+        committed,
+        dispatched=now.dispatched,
+        in_flight=now.in_flight,
+        buffered=beyond - now.in_flight,
+    )
+
+
 def add_row(total: Accounting, row: LedgerRow) -> Accounting:
     """The totals with one more closed group."""
     return replace(

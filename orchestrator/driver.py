@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .accounting import Accounting, Ledger, LedgerRow
+from .accounting import Accounting, Ledger, LedgerRow, since
 from .background import BackgroundThread, Completion
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError
 from .executor import (
@@ -354,7 +354,7 @@ class Driver:
         if self._state.template.trains:
             self._trained[done.label] = _Step(outcome, self._ledger.closed)
         else:
-            self._record(outcome, None, extra={})
+            self._record(outcome, None, accounting=self._ledger.accounting(), extra={})
         for task in [task for task in self._results if task.step <= done.label]:
             del self._results[task], self._num_items[task]
         self._decided = {t: d for t, d in self._decided.items() if t.step > done.label}
@@ -368,11 +368,21 @@ class Driver:
         oldest = self._state.template.required_version(committed.version)
         self._heads = {v: s for v, s in self._heads.items() if v >= oldest}
         step = self._trained.pop(committed.version)
-        self._record(step.outcome, committed, extra={"commit_seconds": done.seconds})
+        self._record(
+            step.outcome,
+            committed,
+            accounting=since(step.accounting, self._ledger.accounting()),
+            extra={"commit_seconds": done.seconds},
+        )
         return VersionPublished(version=committed.version)
 
     def _record(
-        self, outcome: StepResult, committed: Committed | None, *, extra: Mapping[str, float]
+        self,
+        outcome: StepResult,
+        committed: Committed | None,
+        *,
+        accounting: Accounting,
+        extra: Mapping[str, float],
     ) -> None:
         elapsed = time.monotonic() - self._started
         record = StepRecord(
@@ -380,7 +390,7 @@ class Driver:
             steps=self._state.last_step,
             committed=committed,
             metrics={**outcome.metrics, **extra},
-            accounting=self._ledger.accounting(),
+            accounting=accounting,
             elapsed_seconds=elapsed,
             step_rate=(outcome.step - self._state.first_step + 1) / elapsed,
         )

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltaloom.orchestrator.accounting import Accounting, Ledger, LedgerRow, accounting_from_json
+from deltaloom.orchestrator.accounting import (
+    Accounting,
+    Ledger,
+    LedgerRow,
+    accounting_from_json,
+    since,
+)
 
 
 def row(index: int, size: int = 4) -> LedgerRow:
@@ -61,6 +67,14 @@ def test_a_group_cannot_be_closed_twice() -> None:
     ledger.close([replace(row(0), trained=4)])
     with pytest.raises(ValueError, match="not open"):
         ledger.close([replace(row(0), trained=4)])
+
+
+def test_what_was_closed_after_a_version_counts_as_buffered_then() -> None:
+    committed = Accounting(dispatched=8, trained=6, invalid=2)
+    now = Accounting(dispatched=20, trained=12, invalid=2, in_flight=4, buffered=2)
+    then = since(committed, now)
+    assert then.is_closed
+    assert (then.trained, then.invalid, then.in_flight, then.buffered) == (6, 2, 4, 8)
 
 
 def test_totals_survive_storage() -> None:
