@@ -369,6 +369,8 @@ class PolicyRepository:
             jump = record.previous_anchor
             shortcut = self.find(jump) if jump and jump.version >= version else None
             current = shortcut or self.find(record.parent)
+        if (current is None or current.version != version) and version >= 0:
+            current = self._beyond_gap(version, branch=branch)
         if current is None or current.version != version:
             raise NotFoundError(
                 f"version {version} is not on branch {branch!r} of {self.location}; "
@@ -376,6 +378,15 @@ class PolicyRepository:
                 code=ErrorCode.VERSION_NOT_FOUND,
             )
         return current
+
+    def _beyond_gap(self, version: int, *, branch: str) -> CommitInfo | None:
+        """A version that was kept although a later one of its branch was removed."""
+        held = {*self.reserved_branches().values(), *self.tags().values()}
+        for snapshot_id in sorted(held):
+            info = self._info_at(snapshot_id)
+            if info.version == version and info.branch == branch:
+                return info
+        return None
 
     def _info_at(self, snapshot_id: str) -> CommitInfo:
         cached = self._infos.get(snapshot_id)

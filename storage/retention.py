@@ -54,12 +54,13 @@ def plan_gc(
     leases: Sequence[LeaseInfo],
     keep_last: int,
     now: float,
+    also_keep: Mapping[str, str] | None = None,
 ) -> GcPlan:
     """Decide what stays, from facts alone.
 
     `versions` are all versions by snapshot id, `heads` and `tags` snapshot ids by name, `now`
     seconds since 1970. Kept are the `keep_last` newest versions of every branch, tagged and
-    leased ones, and all that any of them needs.
+    leased ones, those in `also_keep` (snapshot id to reason), and all that any of them needs.
     """
     wanted: dict[str, list[str]] = {}
     for branch, snapshot_id in heads.items():
@@ -71,6 +72,8 @@ def plan_gc(
     for lease in leases:
         if lease.expires_at > now:
             wanted.setdefault(lease.snapshot_id, []).append(f"leased by {lease.holder}")
+    for snapshot_id, reason in (also_keep or {}).items():
+        wanted.setdefault(snapshot_id, []).append(reason)
     reasons = _with_needs(versions, wanted)
     ordered = sorted(versions.values(), key=lambda i: (-i.version, i.snapshot_id))
     return GcPlan(
@@ -85,6 +88,7 @@ def gc(
     keep_last: int,
     dry_run: bool = True,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
+    also_keep: Mapping[str, str] | None = None,
 ) -> GcReport:
     """Remove the versions that `plan_gc` does not keep; with `dry_run` only say which.
 
@@ -99,10 +103,15 @@ def gc(
             code=ErrorCode.INVALID_ARGUMENT,
         )
     if dry_run:
-        return _report(repository, _plan(repository, keep_last), dry_run=True, before=_utc_now())
+        return _report(
+            repository,
+            _plan(repository, keep_last, also_keep),
+            dry_run=True,
+            before=_utc_now(),
+        )
     fence = repository.exclusive_fence(owner="gc")
     try:
-        plan = _plan(repository, keep_last)
+        plan = _plan(repository, keep_last, also_keep)
         _pin(repository, plan)
         _drop_expired_leases(repository, now=time.time())
         if plan.removed:
@@ -128,7 +137,9 @@ def all_versions(repository: PolicyRepository) -> dict[str, CommitInfo]:
     return found
 
 
-def _plan(repository: PolicyRepository, keep_last: int) -> GcPlan:
+def _plan(
+    repository: PolicyRepository, keep_last: int, also_keep: Mapping[str, str] | None
+) -> GcPlan:
     return plan_gc(
         all_versions(repository),
         heads=repository.branches(),
@@ -136,6 +147,7 @@ def _plan(repository: PolicyRepository, keep_last: int) -> GcPlan:
         leases=list_leases(repository),
         keep_last=keep_last,
         now=time.time(),
+        also_keep=also_keep,
     )
 
 

@@ -12,10 +12,11 @@ import zarr
 
 from .backend import translated
 from .bits import PolicyTensors, TensorSpec
+from .direct import Vector, put_vectors
 from .errors import BackendError, ConflictError, ErrorCode
 from .layout import DELTA_GROUP, RECORD_KEY, SHARDS_KEY, STATE_GROUP, TENSORS_KEY
 from .records import VersionRecord, record_to_text, record_to_tree, tensors_to_tree
-from .tree import PackedGroup, pack_group, set_anchor_attributes, write_anchor, write_group
+from .tree import PackedGroup, group_vector, pack_group, set_anchor_attributes, write_anchor
 
 PAYLOAD_COLUMN = "payload"
 
@@ -101,18 +102,21 @@ class Transaction:
 def _write_content(root: zarr.Group, content: VersionContent) -> None:
     for group in content.stale_groups:
         del root[group]
-    if content.delta is not None:
-        write_group(root, DELTA_GROUP, content.delta, compress=False)
-    for name, table in content.tables.items():
-        write_group(root, name, table, compress=True)
-    if content.state is not None:
-        write_group(root, STATE_GROUP, content.state, compress=False)
     tensors = tensors_to_tree(content.specs, content.digests)
     if content.anchor is not None:
         write_anchor(root, content.anchor)
     if content.record.is_anchor:
         set_anchor_attributes(root, _anchor_attributes(content, tensors))
-    root.attrs.put(_root_attributes(content, tensors))
+    put_vectors(root, _vectors(content), root_attributes=_root_attributes(content, tensors))
+
+
+def _vectors(content: VersionContent) -> list[Vector]:
+    vectors = [group_vector(name, table, compress=True) for name, table in content.tables.items()]
+    if content.delta is not None:
+        vectors.append(group_vector(DELTA_GROUP, content.delta, compress=False))
+    if content.state is not None:
+        vectors.append(group_vector(STATE_GROUP, content.state, compress=False))
+    return vectors
 
 
 def _root_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from zarr.codecs import ZstdCodec
 
 from .backend import translated
 from .bits import BitArray, PolicyTensors, TensorSpec, tensor_digest, uint_dtype
+from .direct import Vector, get_vector, put_single_chunk, put_vectors
 from .errors import ErrorCode, IntegrityError, StorageError
-from .layout import ANCHOR_GROUP, DATA_ARRAY, MAX_CHUNK_BYTES, PACKED_KEY, chunk_shape, tensor_node
+from .layout import ANCHOR_GROUP, DATA_ARRAY, PACKED_KEY, chunk_shape, tensor_node
 from .packing import (
     Arrays,
     Values,
@@ -60,17 +61,17 @@ def pack_group(values: Values, arrays: Arrays) -> PackedGroup:
 
 def write_group(root: zarr.Group, path: str, group: PackedGroup, *, compress: bool) -> None:
     """Write a packed group, replacing what was there."""
-    array = root.create_array(
-        f"{path}/{DATA_ARRAY}",
-        shape=group.data.shape,
-        chunks=(max(1, min(group.data.size, MAX_CHUNK_BYTES)),),
-        dtype="uint8",
-        compressors=ZstdCodec(level=1) if compress else None,
-        fill_value=0,
-        overwrite=True,
+    put_vectors(root, [group_vector(path, group, compress=compress)])
+
+
+def group_vector(path: str, group: PackedGroup, *, compress: bool) -> Vector:
+    """A packed group as the one vector it is written as."""
+    return Vector(
+        path=f"{path}/{DATA_ARRAY}",
+        data=group.data,
         attributes={PACKED_KEY: {**group.header, "digest": group.digest}},
+        compress=compress,
     )
-    array[...] = group.data
 
 
 def read_group(
@@ -81,19 +82,29 @@ def read_group(
     Raises `IntegrityError` naming the group. The arrays are views of one buffer.
     """
     path = f"{path}/{DATA_ARRAY}"
-    array = _array(root, path, where=where)
-    packed = array.attrs.asdict().get(PACKED_KEY)
-    if array.dtype != np.uint8 or array.ndim != 1 or not isinstance(packed, dict):
-        raise IntegrityError(
-            f"{path} of {where} is not a packed array.", code=ErrorCode.CORRUPT_PAYLOAD
-        )
-    data = _read_whole(array, path, where=where)
+    with _reading(path, where):
+        attributes, data = get_vector(root, path) or (None, None)
+    if attributes is None or data is None:
+        attributes, data = _read_vector(root, path, where=where)
+    packed = attributes.get(PACKED_KEY)
+    if not isinstance(packed, dict):
+        raise _not_packed(path, where)
     header = {key: packed.get(key) for key in ("columns", "values")}
     found = _packed_digest(header, data)
     if found != digest:
         raise _mismatch(path, where, found=found, expected=digest)
     columns = parse_columns(header["columns"], data_bytes=data.size)
     return from_plain(header["values"]), read_columns(data.data, columns)
+
+
+def _read_vector(
+    root: zarr.Group, path: str, *, where: str
+) -> tuple[Mapping[str, Any], npt.NDArray[np.uint8]]:
+    """The same through zarr, for errors that name the chunk and for unusual encodings."""
+    array = _array(root, path, where=where)
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise _not_packed(path, where)
+    return array.attrs.asdict(), _read_whole(array, path, where=where)
 
 
 def write_anchor(root: zarr.Group, tensors: PolicyTensors) -> None:
@@ -105,10 +116,15 @@ def write_anchor(root: zarr.Group, tensors: PolicyTensors) -> None:
 
 def write_anchor_tensor(anchor: zarr.Group, spec: TensorSpec, bits: BitArray) -> None:
     """Write one tensor into the anchor group, replacing what was there."""
+    chunks = chunk_shape(spec.shape, item_bytes=bits.itemsize)
+    if all(chunk >= size for chunk, size in zip(chunks, spec.shape, strict=True)):
+        path = f"{anchor.path}/{tensor_node(spec.name)}"
+        put_single_chunk(anchor, path, bits, spec.to_json())
+        return
     array = anchor.create_array(
         tensor_node(spec.name),
         shape=spec.shape,
-        chunks=chunk_shape(spec.shape, item_bytes=bits.itemsize),
+        chunks=chunks,
         dtype=bits.dtype.name,
         compressors=ZstdCodec(level=1),
         fill_value=0,
@@ -201,6 +217,12 @@ def _packed_digest(header: Mapping[str, Any], data: npt.NDArray[np.uint8]) -> st
     hasher = xxhash.xxh3_128(dump_plain(header).encode())
     hasher.update(data.data)
     return hasher.hexdigest()
+
+
+def _not_packed(path: str, where: str) -> IntegrityError:
+    return IntegrityError(
+        f"{path} of {where} is not a packed array.", code=ErrorCode.CORRUPT_PAYLOAD
+    )
 
 
 def _missing(path: str, where: str) -> IntegrityError:
