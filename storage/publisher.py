@@ -63,6 +63,7 @@ class Publisher:
         branch: str = DEFAULT_BRANCH,
         owner: str = "publisher",
         anchor_every: int = 50,
+        max_chain_ratio: float = 1.0,
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
@@ -85,6 +86,7 @@ class Publisher:
         self._owner = owner
         self._writer_id = uuid.uuid4().hex
         self._anchor_every = anchor_every
+        self._max_chain_ratio = max_chain_ratio
         self._select_anchor = select_anchor
         self._faults = faults if faults is not None else _no_fault
         self._baseline: _Baseline | None = None
@@ -99,6 +101,7 @@ class Publisher:
         branch: str = DEFAULT_BRANCH,
         owner: str = "publisher",
         anchor_every: int = 50,
+        max_chain_ratio: float = 1.0,
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
@@ -113,6 +116,7 @@ class Publisher:
             branch=branch,
             owner=owner,
             anchor_every=anchor_every,
+            max_chain_ratio=max_chain_ratio,
             select_anchor=select_anchor,
             codecs=codecs,
             faults=faults,
@@ -219,7 +223,7 @@ class Publisher:
         return self._baseline
 
     def _find_head(self) -> CommitInfo | None:
-        if not self._repository.has_branch(self._branch):
+        if self._baseline is None and not self._repository.has_branch(self._branch):
             return None
         return self._repository.find_head(self._branch)
 

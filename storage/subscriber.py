@@ -258,7 +258,7 @@ class Subscriber:
         return head if version is None else self._repository.info(version, branch=self._branch)
 
     def _find_head(self) -> CommitInfo | None:
-        if not self._repository.has_branch(self._branch):
+        if self._active is None and not self._repository.has_branch(self._branch):
             return None
         return self._repository.find_head(self._branch)
 
