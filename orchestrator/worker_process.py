@@ -1,18 +1,22 @@
 """The main program of a local worker: tasks in over a socket, results out.
 
-Started by the `local` executor as `python -m deltaloom.orchestrator.worker_process FD NAME`.
-A second thread reads the socket, so that the worker ends the moment its driver does, whatever
-the first is computing.
+Started by the `local` executor as
+`python -m deltaloom.orchestrator.worker_process SOCKET_FD PROGRESS_FD NAME`. A second thread
+reads the socket, so that the worker ends the moment its driver does, whatever the first is
+computing. Progress is written to shared memory: it costs no message, and outlives a crash.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import queue
 import signal
+import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -28,14 +32,37 @@ from .task_state import TaskId
 from .worker import TaskRunner
 
 PR_SET_PDEATHSIG: Final = 1
+PROGRESS: Final = struct.Struct("<qd")
 FATAL_ERRORS: Final = (ConfigError, PipelineError, PluginError, TaskError)
 """Errors another try cannot mend: user functions are deterministic."""
 
 
-def main(fd: int, worker: str) -> None:
+class Progress:
+    """The item a worker is at and when it got there, in memory shared with the driver.
+
+    Times are of the system-wide monotonic clock.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, PROGRESS.size)
+
+    def write(self, item: int) -> None:
+        PROGRESS.pack_into(self._memory, 0, item, time.monotonic())
+
+    def read(self) -> tuple[int, float]:
+        """Item and time last written."""
+        item, moment = PROGRESS.unpack_from(self._memory, 0)
+        return item, moment
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def main(socket_fd: int, progress_fd: int, worker: str) -> None:
     """Serve tasks until the driver closes the connection."""
     _die_with_parent()
-    connection = Connection(fd)
+    connection = Connection(socket_fd)
+    progress = Progress(progress_fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     bootstrap, _ = unpack(inbox.get())
@@ -47,18 +74,14 @@ def main(fd: int, worker: str) -> None:
     connection.send_bytes(pack({"kind": "ready", "pid": os.getpid()}, {}))
     while True:
         spec = unpack_spec(inbox.get())
-        connection.send_bytes(_serve(runner, spec, connection))
+        connection.send_bytes(_serve(runner, spec, progress))
 
 
-def _serve(runner: TaskRunner, spec: TaskSpec, connection: Connection) -> bytes:
+def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress) -> bytes:
     """Run one task and describe its end, good or bad."""
-
-    def report(item: int) -> None:
-        connection.send_bytes(pack({"kind": "progress", "item": item}, {}))
-
     head = {"task": str(spec.task), "attempt": spec.attempt}
     try:
-        output, num_items, metrics = runner.run(spec, report=report)
+        output, num_items, metrics = runner.run(spec, report=progress.write)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -136,4 +159,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -22,12 +22,19 @@ def prompts(step: int, rng: random.Random) -> list[Prompt]:
 
 pipeline = Pipeline(
     source(prompts, to="prompts"),
-    rollout("prompts", to="groups", engine="torch", group_size=16, max_new_tokens=6),
+    rollout(
+        "prompts",
+        to="groups",
+        engine="torch",
+        group_size=16,
+        max_new_tokens=6,
+        prompts_per_task=16,
+    ),
     score("groups", to="scored", by=position_match),
     train("scored", trainer="torch", algorithm="grpo", optimizer="adamw", lr=2e-3),
     # At this learning rate most weights change every step; rarer anchors keep publishing small.
     publish(codec="context", anchor_every=50, max_chain_ratio=20.0, state_every=10),
-    model=use("transformer", alphabet="0123456789="),
+    model=use("transformer", alphabet="0123456789=", hidden_size=128),
     max_staleness=1,
-    steps=160,
+    steps=100,
 )

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from ...orchestrator.executor import (
     WorkerLeft,
 )
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.worker_process import bootstrap_json, pack_spec
+from ...orchestrator.worker_process import PROGRESS, Progress, bootstrap_json, pack_spec
 from ...storage.packing import pack, unpack
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -57,11 +58,24 @@ class _Worker:
     slot: int
     process: subprocess.Popen[bytes]
     connection: Connection
+    progress: Progress
     ready: bool = False
     spec: TaskSpec | None = None
-    item: int = -1
     started: float = field(default_factory=time.monotonic)
-    progressed: float = field(default_factory=time.monotonic)
+
+    @property
+    def item(self) -> int:
+        """The item of its task it last reported, -1 before the first."""
+        return self.progress.read()[0]
+
+    @property
+    def progressed(self) -> float:
+        """When it was started, given its task, or last reported progress."""
+        return max(self.started, self.progress.read()[1])
+
+    def begin(self, spec: TaskSpec) -> None:
+        self.progress.write(-1)
+        self.spec, self.started = spec, time.monotonic()
 
 
 class LocalExecutor:
@@ -134,6 +148,7 @@ class LocalExecutor:
             worker.connection.close()
         for worker in self._workers.values():
             self._reap(worker)
+            worker.progress.close()
         self._workers.clear()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -144,16 +159,19 @@ class LocalExecutor:
         parent, child = socket.socketpair()
         threads = str(self._bootstrap.num_threads)
         log_path = Path(self._bootstrap.run_dir) / "logs" / f"{name}.log"
-        with child, log_path.open("ab") as log:
+        with child, log_path.open("ab") as log, tempfile.TemporaryFile() as shared:
+            shared.truncate(PROGRESS.size)
+            progress = Progress(shared.fileno())
             process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "deltaloom.orchestrator.worker_process",
                     str(child.fileno()),
+                    str(shared.fileno()),
                     name,
                 ],
-                pass_fds=[child.fileno()],
+                pass_fds=[child.fileno(), shared.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -161,7 +179,9 @@ class LocalExecutor:
                 env=os.environ | dict.fromkeys(THREAD_VARIABLES, threads),
             )
         connection = Connection(parent.detach())
-        worker = _Worker(name=name, slot=slot, process=process, connection=connection)
+        worker = _Worker(
+            name=name, slot=slot, process=process, connection=connection, progress=progress
+        )
         self._workers[slot] = worker
         self._send(worker, pack(dict(bootstrap_json(self._bootstrap)), {}))
 
@@ -171,8 +191,7 @@ class LocalExecutor:
             if not self._queue:
                 return
             _, _, spec = heapq.heappop(self._queue)
-            worker.spec, worker.item = spec, -1
-            worker.started = worker.progressed = time.monotonic()
+            worker.begin(spec)
             self._send(worker, pack_spec(spec))
 
     def _send(self, worker: _Worker, data: bytes) -> None:
@@ -207,13 +226,10 @@ class LocalExecutor:
         except (EOFError, ConnectionResetError):
             self._lost(worker, cause="lost", reason=self._exit_reason(worker))
             return
-        worker.progressed = time.monotonic()
         kind = values["kind"]
         if kind == "ready":
             worker.ready, self._start_failures = True, 0
             self._events.append(WorkerJoined(worker=worker.name))
-        elif kind == "progress":
-            worker.item = values["item"]
         elif kind == "broken":
             self._last_failure = values["reason"]
         else:
