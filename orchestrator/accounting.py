@@ -40,6 +40,7 @@ class LedgerRow:
     reward_std: float | None = None
     num_tokens: int = 0
     content_digest: str = ""
+    prompt_digest: str = ""
 
     @property
     def outcome(self) -> str:

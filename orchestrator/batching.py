@@ -75,6 +75,11 @@ def batch_to_columns(batch: TrainBatch) -> dict[str, npt.NDArray[Any]]:
     return columns | {f"{_EXTRA}{name}": column for name, column in batch.extras.items()}
 
 
+def batch_column_names() -> tuple[str, ...]:
+    """Names of the columns every batch has, beside extra ones."""
+    return _COLUMNS
+
+
 def batch_values(batch: TrainBatch) -> dict[str, Any]:
     """What of the batch is not an array, as JSON values."""
     return {"policy_version": batch.policy_version, "group_ids": list(batch.group_ids)}

@@ -24,9 +24,20 @@ RECORDED_PACKAGES = ("torch", "numpy", "zarr", "icechunk", "deltaloom")
 
 
 class Committer:
-    """Commits trained steps through a publisher; called on the committer thread."""
+    """Commits trained steps through a publisher; called on the committer thread.
 
-    def __init__(self, publisher: Publisher, plugins: Plugins, *, config_digest: str) -> None:
+    `first` are further attributes of the first version committed.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        plugins: Plugins,
+        *,
+        config_digest: str,
+        first: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._first = dict(first or {})
         self._publisher = publisher
         self._hook = plugins.hook
         self._config_digest = config_digest
@@ -49,11 +60,13 @@ class Committer:
                     "metrics": dict(outcome.metrics),
                     "accounting": accounting.to_json(),
                     "config_digest": self._config_digest,
+                    **self._first,
                 },
             )
         except BaseException as error:
             self._hook.on_policy_error(version=outcome.step, error=error)
             raise
+        self._first = {}
         committed = committed_of(info)
         self._hook.after_policy_publish(
             version=info.version, snapshot_id=info.snapshot_id, num_bytes=info.weight_bytes

@@ -32,8 +32,9 @@ from .executor import (
 )
 from .plan import Plan
 from .resolve import ResolvedPipeline
-from .score_faults import Decided, exclude_culprit
+from .score_faults import Decided, exclude_culprit, ledger_words
 from .seeds import derive_seed
+from .spool import SPOOL_WORKER, ResultSpool, SpoolKey
 from .task_state import (
     Complete,
     Event,
@@ -52,7 +53,7 @@ from .task_state import (
 )
 from .training import StepOutcome, StepResult
 from .types import ScoredGroup
-from .wire import PORT_CODECS, score_to_json, unpack_prompts
+from .wire import PORT_CODECS, prompt_digest, score_to_json, unpack_prompts
 
 POLL_SECONDS = 1.0
 
@@ -127,7 +128,8 @@ class _Step:
 class Driver:
     """Runs a plan to its end. Built for one run; `run` is called once.
 
-    `heads` maps policy versions that rollouts may still need to snapshot ids.
+    `heads` maps policy versions that rollouts may still need to snapshot ids. Results in `spool`
+    count as finished without being computed again.
     """
 
     def __init__(
@@ -142,7 +144,10 @@ class Driver:
         committing: CommittingRole,
         observers: Sequence[Observer],
         heads: Mapping[int, str],
+        spool: ResultSpool | None = None,
     ) -> None:
+        self._spool = spool
+        self._found: list[TaskResult] = []
         self._pipeline = pipeline
         self._plan = plan
         self._state = state
@@ -155,6 +160,8 @@ class Driver:
         self._results: dict[TaskId, bytes] = {}
         self._num_items: dict[TaskId, int] = {}
         self._decided: dict[TaskId, Decided] = {}
+        self._suspects: dict[TaskId, set[int]] = {}
+        self._fault_words: dict[TaskId, str] = {}
         self._lost: dict[TaskId, str] = {}
         self._trained: dict[int, _Step] = {}
         self._empty_steps = 0
@@ -189,7 +196,8 @@ class Driver:
             case Publish(version=version):
                 self._commit(version)
             case GiveUp(task=task, reason=reason):
-                self._lost[TaskId(self._rollout_name(), task.step, task.shard)] = reason
+                words = self._fault_words.get(task, reason)
+                self._lost[TaskId(self._rollout_name(), task.step, task.shard)] = words
             case Stop(task=task, reason=reason):
                 version = self._state.template.required_version(task.step)
                 raise TaskError(
@@ -202,7 +210,9 @@ class Driver:
     def _events(self) -> list[Event]:
         """Wait for something to happen and say it in the state machine's terms."""
         events: list[Event] = []
-        for event in self._executor.poll(timeout_seconds=POLL_SECONDS):
+        found, self._found = self._found, []
+        timeout = 0.0 if found else POLL_SECONDS
+        for event in [*found, *self._executor.poll(timeout_seconds=timeout)]:
             self._progressed = time.monotonic()
             events += self._on_executor_event(event)
         events += [self._on_trained(done) for done in self._trainer.completed()]
@@ -227,6 +237,7 @@ class Driver:
         for observer in self._observers:
             observer.on_task(result, started_seconds=started)
         if result.task.step > self._state.trained and result.task not in self._results:
+            self._keep(result)
             self._results[result.task] = result.output
             self._num_items[result.task] = result.num_items
             if result.task.node in self._state.template.outputs:
@@ -235,12 +246,42 @@ class Driver:
                 self._ledger.buffer(row.group_id for row in rows)
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
 
+    def _keep(self, result: TaskResult) -> None:
+        if self._spool is not None and result.worker != SPOOL_WORKER:
+            self._spool.keep(self._key(self._spool, result.task), result)
+
+    def _find(self, task: TaskId, *, attempt: int) -> TaskResult | None:
+        if self._spool is None:
+            return None
+        return self._spool.find(self._key(self._spool, task), attempt=attempt)
+
+    def _key(self, spool: ResultSpool, task: TaskId) -> SpoolKey:
+        version, snapshot_id = self._policy_of(task)
+        inputs = [self._results[source] for source in self._sources(task)]
+        return spool.key(task, version=version, snapshot_id=snapshot_id, inputs=inputs)
+
+    def _policy_of(self, task: TaskId) -> tuple[int, str]:
+        """The version and snapshot a task needs; -1 and empty if it needs none."""
+        if not self._state.template.node(task.node).needs_policy:
+            return -1, ""
+        version = self._state.template.required_version(task.step)
+        return version, self._heads.get(version, "")
+
+    def _sources(self, task: TaskId) -> list[TaskId]:
+        """The tasks whose results a task reads."""
+        template = self._state.template
+        return [
+            TaskId(name, task.step, task.shard if template.node(name).sharded else 0)
+            for name in template.node(task.node).inputs
+        ]
+
     def _on_fault(self, fault: TaskFault) -> TaskFailed:
         for observer in self._observers:
             observer.on_fault(fault)
         excluded = self._exclude(fault)
         if excluded is not None:
             self._decided[fault.task] = excluded
+        self._fault_words[fault.task] = ledger_words(fault)
         where = f"{fault.reason} (worker {fault.worker})"
         return TaskFailed(
             task=fault.task,
@@ -256,24 +297,28 @@ class Driver:
             return None
         (rollout,) = self._pipeline.by_role("rollout")
         groups = self._num_items[TaskId(rollout.name, fault.task.step, fault.task.shard)]
-        return exclude_culprit(
+        suspects = self._suspects.setdefault(fault.task, set())
+        decided = exclude_culprit(
             fault,
             self._decided.get(fault.task, {}),
+            suspects=suspects,
             num_rollouts=groups * rollout.options.group_size,
             max_timeouts=node.options.max_timeouts_per_task,
         )
+        suspects.add(fault.item)
+        return decided
 
     def _submit(self, instruction: Submit) -> None:
         task = instruction.task
         node = self._pipeline.nodes[task.node]
-        template = self._state.template.node(task.node)
-        version = self._state.template.required_version(task.step)
-        sources = [
-            TaskId(name, task.step, task.shard if self._state.template.node(name).sharded else 0)
-            for name in template.inputs
-        ]
-        if template.needs_policy:
+        version, snapshot_id = self._policy_of(task)
+        sources = self._sources(task)
+        if self._state.template.node(task.node).needs_policy:
             self._dispatch_rows(task, self._results[sources[0]])
+        found = self._find(task, attempt=instruction.attempt)
+        if found is not None:
+            self._found.append(found)
+            return
         decided = self._decided.get(task, {})
         values = {
             "chain": list(self._plan.chain_of(task.node)),
@@ -287,8 +332,8 @@ class Driver:
                 inputs=tuple(self._results[source] for source in sources),
                 values=values,
                 deadline_seconds=node.options.timeout_seconds,
-                version=version if template.needs_policy else -1,
-                snapshot_id=self._heads.get(version, "") if template.needs_policy else "",
+                version=version,
+                snapshot_id=snapshot_id,
             )
         )
 
@@ -302,6 +347,7 @@ class Driver:
                 group_id=f"{task.step}/{first + index}",
                 step=task.step,
                 prompt_id=prompt.id,
+                prompt_digest=prompt_digest(prompt),
                 num_rollouts=node.options.group_size,
                 task=str(task),
                 first_seed=derive_seed(seed, node.name, task.step, first + index, 0),
@@ -358,6 +404,8 @@ class Driver:
         for task in [task for task in self._results if task.step <= done.label]:
             del self._results[task], self._num_items[task]
         self._decided = {t: d for t, d in self._decided.items() if t.step > done.label}
+        self._suspects = {t: s for t, s in self._suspects.items() if t.step > done.label}
+        self._fault_words = {t: w for t, w in self._fault_words.items() if t.step > done.label}
         self._lost = {t: r for t, r in self._lost.items() if t.step > done.label}
         return StepTrained(step=done.label)
 
@@ -367,6 +415,8 @@ class Driver:
         self._heads[committed.version] = committed.snapshot_id
         oldest = self._state.template.required_version(committed.version)
         self._heads = {v: s for v, s in self._heads.items() if v >= oldest}
+        if self._spool is not None:
+            self._spool.consumed(step=committed.version)
         step = self._trained.pop(committed.version)
         self._record(
             step.outcome,

@@ -36,24 +36,24 @@ def find_run(path: Path | None) -> Path:
 
 
 class StoredRun:
-    """A run opened for reading."""
+    """A branch of a run opened for reading; by default the current one."""
 
-    def __init__(self, path: Path) -> None:
-        self.run_dir: RunDir
-        self.manifest: RunManifest
-        self.run_dir, self.manifest = open_run(path)
+    def __init__(self, path: Path, *, branch: str | None = None) -> None:
+        """Raises `RunError` if there is no such run or branch."""
+        run_dir, manifest = open_run(path)
+        self.branch = branch or manifest.branch
+        self.manifest: RunManifest = manifest.on_branch(self.branch)
+        self.run_dir = RunDir(run_dir.path, self.branch)
         self.repository = PolicyRepository.open(self.manifest.store_url, read_only=True)
 
     def info(self, ref: str) -> CommitInfo:
         """A version by number, tag, branch, `branch@number` or snapshot id."""
         number = int(ref) if ref.lstrip("-").isdigit() else None
-        return self.repository.info(
-            number if number is not None else ref, branch=self.manifest.branch
-        )
+        return self.repository.info(number if number is not None else ref, branch=self.branch)
 
     def log(self, *, limit: int | None = None) -> list[Json]:
         """Versions of the run's branch, newest first."""
-        infos = self.repository.log(self.manifest.branch, limit=limit)
+        infos = self.repository.log(self.branch, limit=limit)
         return [version_line(info) for info in infos]
 
     def show(self, ref: str) -> Json:
@@ -62,6 +62,7 @@ class StoredRun:
         specs, digests = self.repository.tensor_list(info)
         return {
             **version_line(info),
+            "branch": info.branch,
             "written_at": info.written_at,
             "parent_snapshot_id": info.parent_snapshot_id,
             "codec": info.codec,
@@ -89,6 +90,9 @@ class StoredRun:
     def show_group(self, group_id: str) -> Json:
         """A group's ledger row, the version that closed it, and its rollouts as trained.
 
+        `trained_by` lists the versions whose batch holds it, `token_versions` those that
+        produced its tokens.
+
         Raises `RunError` for a group no stored version mentions.
         """
         step = group_id.partition("/")[0]
@@ -97,7 +101,14 @@ class StoredRun:
             for row in self.ledger(info):
                 if row["group_id"] == group_id:
                     rollouts = self._rollouts(info, group_id)
-                    return {"version": info.version, "row": row, "rollouts": rollouts}
+                    produced = {v for rollout in rollouts for v in rollout["versions"]}
+                    return {
+                        "version": info.version,
+                        "trained_by": [info.version] if rollouts else [],
+                        "token_versions": sorted(produced),
+                        "row": row,
+                        "rollouts": rollouts,
+                    }
         raise RunError(
             f"no version of {str(self.run_dir.path)!r} has a group {group_id!r}.",
             code=RunErrorCode.RUN_NOT_FOUND,
@@ -122,7 +133,7 @@ class StoredRun:
 
     def status(self) -> Json:
         """Where the run stands: head, accounting, last metrics, whether a driver holds it."""
-        head = self.repository.find_head(self.manifest.branch)
+        head = self.repository.find_head(self.branch)
         accounting = accounting_from_json(head.attributes["accounting"]) if head else Accounting()
         live = self._live_accounting(head)
         config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
@@ -131,7 +142,8 @@ class StoredRun:
         return {
             "run_dir": str(self.run_dir.path),
             "store": self.manifest.store_url,
-            "branch": self.manifest.branch,
+            "branch": self.branch,
+            "branches": list(self.manifest.branches),
             "version": version,
             "snapshot_id": head.snapshot_id if head else "",
             "steps": steps,
@@ -158,7 +170,7 @@ class StoredRun:
         return [
             {"version": version, **row}
             for version in range(low + 1, high + 1)
-            for row in self.ledger(self.repository.info(version, branch=self.manifest.branch))
+            for row in self.ledger(self.repository.info(version, branch=self.branch))
         ]
 
     def _rollouts(self, info: CommitInfo, group_id: str) -> list[Json]:

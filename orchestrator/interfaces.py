@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,15 @@ class Model(Component, Protocol):
         cache of those rows. `module.max_length`, where there is one, bounds prompt and
         completion together.
         """
+        ...
+
+
+@runtime_checkable
+class ExportsFiles(Protocol):
+    """What a model offers whose exported weights other libraries are to load."""
+
+    def export_files(self, folder: Path) -> Sequence[str]:
+        """Write configuration and tokenizer beside the weights; the names of the files."""
         ...
 
 

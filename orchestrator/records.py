@@ -37,7 +37,7 @@ class RunRecorder:
         self._pipeline = pipeline
         self._repository = repository
         self._trackers: list[Tracker] = [
-            part.create(run_dir=run_dir.path) for part in pipeline.trackers
+            part.create(run_dir=run_dir.records) for part in pipeline.trackers
         ]
         for tracker in self._trackers:
             self._log_missing(tracker, head)

@@ -6,33 +6,56 @@ provably the run that was stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..storage.bits import state_digest, tensor_digest
 from .batching import batch_from_columns
+from .comparing import BitDistance, bit_distance
 from .errors import RunError, RunErrorCode
-from .interfaces import Trainer
+from .interfaces import Algorithm, Trainer
+from .resolve import ResolvedPipeline
 from .types import TrainerState
+from .worker import sampling_params
 
 if TYPE_CHECKING:
     from ..storage.bits import PolicyTensors
+    from ..storage.chain import CodecLookup
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedVersion:
-    """One version trained again: whether it has the committed bits."""
+    """One version trained again: whether it has the committed bits, and if not, how far off."""
 
     version: int
     digest: str
     committed_digest: str
+    distance: BitDistance | None = None
 
     @property
     def matches(self) -> bool:
         return self.digest == self.committed_digest
+
+
+Report = Callable[[ReplayedVersion], None]
+
+
+def build_trainer(pipeline: ResolvedPipeline) -> tuple[Trainer, Algorithm]:
+    """The trainer of a pipeline, not yet at any version, and its algorithm."""
+    (train,) = pipeline.by_role("train")
+    (rollout,) = pipeline.by_role("rollout")
+    algorithm: Algorithm = train.components["algorithm"].create()
+    trainer: Trainer = train.components["trainer"].create(
+        model=pipeline.model.create(),
+        algorithm=algorithm,
+        optimizer=train.components["optimizer"].create(),
+        sampling=sampling_params(rollout),
+        num_threads=pipeline.options.trainer_threads,
+    )
+    return trainer, algorithm
 
 
 def load_state(trainer: Trainer, repository: PolicyRepository, info: CommitInfo) -> None:
@@ -41,26 +64,71 @@ def load_state(trainer: Trainer, repository: PolicyRepository, info: CommitInfo)
     trainer.load(TrainerState(values=values, arrays=arrays))
 
 
+def versions_since(
+    repository: PolicyRepository, target: CommitInfo, *, first: int
+) -> list[CommitInfo]:
+    """The versions from `first` to `target`, oldest first. Raises `RunError` if one is gone."""
+    infos = []
+    for info in repository.ancestors(target):
+        infos.append(info)
+        if info.version == first:
+            return infos[::-1]
+    raise RunError(
+        f"version {target.version} cannot be rebuilt: version {first} before it was expired.",
+        code=RunErrorCode.RUN_NOT_FOUND,
+    )
+
+
 def replay(
     trainer: Trainer,
     repository: PolicyRepository,
     target: CommitInfo,
     *,
-    branch: str,
-    report: Callable[[ReplayedVersion], None] | None = None,
+    codecs: CodecLookup,
+    report: Report | None = None,
 ) -> int:
     """Bring the trainer to exactly `target`; returns how many versions were trained again.
 
-    Raises `RunError` (REPLAY_DIVERGED) at the first version whose bits differ.
+    All of them must have been trained with the trainer's own options, which holds from a stored
+    state on: a branch that changes options stores one with its first version. Raises `RunError`
+    (REPLAY_DIVERGED) at the first version whose bits differ, saying by how much.
     """
+    start, *rest = versions_since(repository, target, first=target.state_version)
     load_state(trainer, repository, target)
-    _check(trainer, repository.info(target.state_version, branch=branch), report)
-    for version in range(target.state_version + 1, target.version + 1):
-        info = repository.info(version, branch=branch)
-        values, arrays = repository.read_table(info.snapshot_id, "batch")
-        trainer.train_step(batch_from_columns(arrays, values))
-        _check(trainer, info, report)
-    return target.version - target.state_version
+    for info in (start, *rest):
+        if info is not start:
+            train_again(trainer, repository, info)
+        replayed = check_bits(trainer, repository, info, codecs)
+        if report is not None:
+            report(replayed)
+        if not replayed.matches:
+            raise _diverged(replayed, state_version=start.version)
+    return len(rest)
+
+
+def train_again(
+    trainer: Trainer, repository: PolicyRepository, info: CommitInfo
+) -> Mapping[str, float]:
+    """One step on the batch stored with a version, from the version before it."""
+    values, arrays = repository.read_table(info.snapshot_id, "batch")
+    return trainer.train_step(batch_from_columns(arrays, values))
+
+
+def check_bits(
+    trainer: Trainer, repository: PolicyRepository, info: CommitInfo, codecs: CodecLookup
+) -> ReplayedVersion:
+    """Compare the trainer's policy with a committed version, by digest, else by bits."""
+    policy = trainer.policy()
+    digest = policy_digest(policy)
+    distance = None
+    if digest != info.state_digest:
+        distance = bit_distance(repository.read_policy(info.snapshot_id, codecs), policy)
+    return ReplayedVersion(
+        version=info.version,
+        digest=digest,
+        committed_digest=info.state_digest,
+        distance=distance,
+    )
 
 
 def policy_digest(policy: PolicyTensors) -> str:
@@ -69,21 +137,28 @@ def policy_digest(policy: PolicyTensors) -> str:
     return state_digest(policy.specs, digests)
 
 
-def _check(
-    trainer: Trainer, info: CommitInfo, report: Callable[[ReplayedVersion], None] | None
-) -> None:
-    replayed = ReplayedVersion(
-        version=info.version,
-        digest=policy_digest(trainer.policy()),
-        committed_digest=info.state_digest,
+def same_state(first: TrainerState, second: TrainerState) -> str:
+    """The first entry in which two trainer states differ by bits; empty if none does."""
+    names = sorted(first.arrays.keys() | second.arrays.keys())
+    for name in names:
+        one, other = first.arrays.get(name), second.arrays.get(name)
+        if one is None or other is None or not _same_bits(one, other):
+            return name
+    keys = sorted(first.values.keys() | second.values.keys())
+    return next((key for key in keys if first.values.get(key) != second.values.get(key)), "")
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    same_form = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return bool(same_form and one.tobytes() == other.tobytes())
+
+
+def _diverged(replayed: ReplayedVersion, *, state_version: int) -> RunError:
+    return RunError(
+        f"version {replayed.version}, trained again from its stored batch, differs from the "
+        f"committed one: {replayed.distance}.",
+        code=RunErrorCode.REPLAY_DIVERGED,
+        remedy="Software, thread count or hardware differ from the run's environment "
+        "(deltaloom show 0). Go on where it was made, or start a branch at the version that "
+        f"stored its state, with `resume --from {state_version}`.",
     )
-    if report is not None:
-        report(replayed)
-    if not replayed.matches:
-        raise RunError(
-            f"version {info.version}, trained again from its stored batch, has digest "
-            f"{replayed.digest}, but {info.state_digest} is committed.",
-            code=RunErrorCode.REPLAY_DIVERGED,
-            remedy="Software, thread count or hardware differ from the run's environment "
-            "(deltaloom show 0); go on where it was made, or start a new run.",
-        )

@@ -1,52 +1,56 @@
-"""Starting, resuming and finishing runs: wires stores, trainer, executor and driver together.
+"""Starting and resuming runs: what is asked for is checked here, and carried out by a session.
 
-`start_run` makes a new run; `resume_run` continues one after any kind of end, by loading the
-nearest stored trainer state and replaying the stored batches from there.
+`start_run` makes a new run; `resume_run` continues one after any kind of end, or starts a branch
+at any stored version, by loading the nearest stored trainer state and replaying the stored
+batches from there.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from . import run_dir as run_dirs
-from .accounting import Ledger, LedgerRow, accounting_from_json
-from .admission import Admission
-from .committing import Committer, commit_initial
-from .config import differences
-from .driver import Driver, Observer, TrainingRole
-from .errors import RunError, RunErrorCode, RunInterruptedError
-from .executor import Executor, WorkerBootstrap
-from .interfaces import Algorithm, Trainer
+from .branching import (
+    Fork,
+    changed_options_entry,
+    first_commit_attributes,
+    starts_branch,
+    unused_name,
+)
+from .config import differences, merge
+from .continuity import (
+    RecordedConfig,
+    changed_prompts,
+    check_cursor,
+    check_same_data,
+    check_same_options,
+    recorded_config,
+)
+from .driver import Observer
+from .errors import RunError, RunErrorCode
 from .pipeline_file import load_pipeline
 from .plan import Plan, Selection, make_plan
 from .plugin_manager import Plugins, create_plugins
-from .records import RunRecorder
-from .replay import replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
-from .slices import SliceWriter
-from .task_state import TaskState
-from .training import StepOutcome, train_step
-from .types import ScoredGroup
-from .worker import sampling_params
-from .worker_weights import codec_lookup
+from .session import Prepared, Session
 
 if TYPE_CHECKING:
-    from ..storage.publisher import Publisher
+    from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
 
-COMMIT_GRACE_SECONDS = 30.0
+__all__ = [
+    "Prepared",
+    "ResumeRequest",
+    "RunRequest",
+    "assemble",
+    "prepare",
+    "resume_run",
+    "start_run",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +63,6 @@ class RunRequest:
     overlay: Mapping[str, Any]
     plugins_dir: Path | None = None
     selection: Selection | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A checked request: nothing has been written or started yet."""
-
-    run_dir: RunDir
-    manifest: RunManifest
-    plugins: Plugins
-    pipeline: ResolvedPipeline
-    plan: Plan
 
 
 def prepare(request: RunRequest) -> Prepared:
@@ -105,302 +98,233 @@ def assemble(
     return plugins, pipeline, make_plan(pipeline, plugins, selection=selection)
 
 
-def start_run(prepared: Prepared, *, observers: Sequence[Observer] = ()) -> Mapping[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequest:
+    """What a person asks for with `resume`.
+
+    `branch` is one to continue, or the name of a new one; `from_ref` a version to start a new
+    branch at; `overlay` and `steps` change options.
+    """
+
+    path: Path
+    branch: str | None = None
+    from_ref: str | None = None
+    steps: int | None = None
+    overlay: Mapping[str, Any] | None = None
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """The options asked for, as one overlay."""
+        steps = {} if self.steps is None else {"pipeline": {"steps": self.steps}}
+        return merge(self.overlay or {}, steps)
+
+
+def start_run(
+    prepared: Prepared,
+    *,
+    observers: Sequence[Observer] = (),
+    say: Callable[[str], None] = lambda line: None,
+    faults: Callable[[str], None] | None = None,
+) -> Mapping[str, Any]:
     """Run a new pipeline to its end; returns the summary that is also written to the run.
 
-    Raises what stopped it; the store then holds every version committed so far.
+    Raises what stopped it; the store then holds every version committed so far. `faults` is
+    for tests, see `Session`.
     """
     from ..storage.repository import PolicyRepository
 
     run_dirs.create(prepared.run_dir, prepared.manifest, config=prepared.pipeline.config)
     repository = PolicyRepository.create(prepared.manifest.store_url)
-    session = _Session(prepared, repository, observers)
+    session = Session(prepared, repository, observers, say=say, faults=faults)
     with session.guarded():
         return session.start()
 
 
 def resume_run(
-    path: Path, *, steps: int | None = None, observers: Sequence[Observer] = ()
+    request: ResumeRequest,
+    *,
+    observers: Sequence[Observer] = (),
+    say: Callable[[str], None] = lambda line: None,
+    faults: Callable[[str], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Continue a run from its newest version; returns the summary.
+    """Continue a run from its newest version, or start a branch of it; returns the summary.
 
-    `steps` asks for more (or fewer) steps than before. A finished run is left as it is. Raises
-    `RunError` when there is no run, its pipeline changed, or replay does not give its bits.
+    A finished run is left as it is. `say` gets lines such as changed options. Raises `RunError`
+    when there is no run, its pipeline or data changed, or replay does not give its bits.
     """
     from ..storage.repository import PolicyRepository
 
-    run_dir, manifest = run_dirs.open_run(path)
-    plugins, pipeline, plan = assemble(with_steps(manifest, steps))
-    prepared = Prepared(
-        run_dir=run_dir, manifest=manifest, plugins=plugins, pipeline=pipeline, plan=plan
-    )
-    if PolicyRepository.exists(manifest.store_url):
-        repository = PolicyRepository.open(manifest.store_url)
+    run_dir, stored = run_dirs.open_run(request.path)
+    forks = starts_branch(stored, branch=request.branch, from_ref=request.from_ref)
+    if PolicyRepository.exists(stored.store_url):
+        repository = PolicyRepository.open(stored.store_url)
     else:
-        repository = PolicyRepository.create(manifest.store_url)
-    session = _Session(prepared, repository, observers)
-    with session.guarded():
-        head = repository.find_head(manifest.branch)
-        return session.start() if head is None else session.resume()
+        repository = PolicyRepository.create(stored.store_url)
+    resumption = _Resumption(request, stored, run_dir.path, repository, observers, say, faults)
+    return resumption.fork() if forks else resumption.proceed()
 
 
-def with_steps(manifest: RunManifest, steps: int | None) -> RunManifest:
-    """The manifest with another number of steps, if one is given."""
-    if steps is None:
-        return manifest
-    section = {**manifest.overlay.get("pipeline", {}), "steps": steps}
-    names = RunManifest.__dataclass_fields__
-    values = {name: getattr(manifest, name) for name in names}
-    values["overlay"] = {**manifest.overlay, "pipeline": section}
-    return RunManifest(**values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """Where a run goes on: its newest version, versions rollouts may need, and the ledger."""
-
-    head: int
-    heads: Mapping[int, str]
-    ledger: Ledger
-
-
-class _Session:
-    """One attempt at a run: what it opened, and how to close it whatever happens."""
+class _Resumption:
+    """A request to resume, carried out: check, replay, write down, go on."""
 
     def __init__(
-        self, prepared: Prepared, repository: PolicyRepository, observers: Sequence[Observer]
-    ) -> None:
-        self._prepared = prepared
-        self._repository = repository
-        self._pipeline = prepared.pipeline
-        self._plugins = prepared.plugins
-        self._run_dir = prepared.run_dir
-        self._extra_observers = observers
-        self._publisher: Publisher | None = None
-        self._driver: Driver | None = None
-        self._started = time.monotonic()
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Turn Ctrl-C and SIGTERM into a clean stop, and tell plugins about errors."""
-        path = self._run_dir.path
-        hook = self._plugins.hook
-        try:
-            with _termination_as_interrupt():
-                yield
-        except KeyboardInterrupt:
-            head = self._repository.find_head(self._prepared.manifest.branch)
-            stopped = RunInterruptedError(
-                f"the run was stopped; version {head.version if head else 'none'} is its last.",
-                code=RunErrorCode.INTERRUPTED,
-                remedy=f"Resume it with: {run_dirs.resume_command(path)}",
-            )
-            hook.on_run_error(run_dir=str(path), error=stopped)
-            raise stopped from None
-        except BaseException as error:
-            hook.on_run_error(run_dir=str(path), error=error)
-            raise
-
-    def start(self) -> Mapping[str, Any]:
-        """From nothing: v0, then every step."""
-        with self._publishing(resume=False) as publisher:
-            trainer, algorithm = self._components()
-            trainer.initialize(seed=self._pipeline.options.seed)
-            info = commit_initial(
-                publisher,
-                trainer,
-                self._pipeline,
-                pipeline_source=self._prepared.manifest.pipeline_source,
-            )
-            start = _Start(head=0, heads={0: info.snapshot_id}, ledger=Ledger())
-            return self._drive(trainer, algorithm, publisher, start)
-
-    def resume(self) -> Mapping[str, Any]:
-        """From the branch's head."""
-        branch = self._prepared.manifest.branch
-        head = self._repository.head(branch)
-        self._check_same_pipeline()
-        steps = self._pipeline.options.steps
-        if head.version >= steps:
-            return self._already_finished(head.version)
-        with self._publishing(resume=True) as publisher:
-            trainer, algorithm = self._components()
-            replay(trainer, self._repository, head, branch=branch)
-            oldest = self._prepared.plan.template.required_version(head.version + 1)
-            heads = {
-                version: self._repository.info(version, branch=branch).snapshot_id
-                for version in range(oldest, head.version + 1)
-            }
-            ledger = Ledger(closed=accounting_from_json(head.attributes["accounting"]))
-            start = _Start(head=head.version, heads=heads, ledger=ledger)
-            return self._drive(trainer, algorithm, publisher, start)
-
-    def _drive(
         self,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        publisher: Publisher,
-        start: _Start,
-    ) -> Mapping[str, Any]:
-        options = self._pipeline.options
-        state = TaskState(
-            template=self._prepared.plan.template,
-            first_step=start.head + 1,
-            last_step=options.steps,
-            head_version=start.head,
-            max_attempts=options.max_attempts,
-        )
-        recorder = RunRecorder(
-            self._run_dir,
-            self._pipeline,
-            self._repository,
-            branch=self._prepared.manifest.branch,
-            head=start.head,
-        )
-        executor = self._executor()
-        try:
-            self._plugins.hook.before_run_start(
-                run_dir=str(self._run_dir.path), config=self._pipeline.config
+        request: ResumeRequest,
+        stored: RunManifest,
+        path: Path,
+        repository: PolicyRepository,
+        observers: Sequence[Observer],
+        say: Callable[[str], None],
+        faults: Callable[[str], None] | None,
+    ) -> None:
+        self._faults = faults
+        self._request = request
+        self._stored = stored
+        self._path = path
+        self._repository = repository
+        self._observers = observers
+        self._say = say
+
+    def proceed(self) -> Mapping[str, Any]:
+        """Continue a branch the run has."""
+        branch = self._request.branch or self._stored.branch
+        entry = self._stored.fork_of(branch)
+        if entry is not None and not self._repository.has_branch(branch):
+            self._repository.branch(branch, entry["from_snapshot_id"])
+        before = self._stored.on_branch(branch)
+        prepared = self._prepared(before)
+        session = self._session(prepared)
+        with session.guarded():
+            head = self._repository.find_head(branch)
+            if head is None:
+                self._write_changes(before, prepared)
+                return session.start()
+            fresh = entry is not None and head.snapshot_id == entry["from_snapshot_id"]
+            recorded = recorded_config(self._repository, head)
+            self._check(head, prepared, entry if fresh else None, recorded)
+            self._write_changes(before, prepared)
+            if head.version >= prepared.pipeline.options.steps:
+                return session.finished(head)
+            trainer, algorithm, _ = session.trainer_at(head, recorded)
+            first = first_commit_attributes(entry) if entry is not None and fresh else {}
+            return session.resume(head, trainer, algorithm, first_attributes=first)
+
+    def fork(self) -> Mapping[str, Any]:
+        """Start a branch at a stored version, exactly."""
+        origin = self._origin()
+        recorded = recorded_config(self._repository, origin)
+        made_on = origin.branch if origin.branch in self._stored.branches else self._stored.branch
+        name = self._new_name(made_on, origin.version)
+        overlay = merge(self._stored.on_branch(made_on).overlay, self._request.changes)
+        prepared = self._assembled(replace(self._stored, branch=name, overlay=overlay))
+        if origin.version >= prepared.pipeline.options.steps:
+            raise RunError(
+                f"version {origin.version} is the last of {prepared.pipeline.options.steps} steps.",
+                code=RunErrorCode.RUN_MISMATCH,
+                remedy="Ask for more with --steps.",
             )
-            executor.start()
-            driver = Driver(
-                pipeline=self._pipeline,
-                plan=self._prepared.plan,
-                state=state,
-                executor=executor,
-                ledger=start.ledger,
-                training=self._training(trainer, algorithm),
-                committing=Committer(
-                    publisher, self._plugins, config_digest=self._pipeline.config_digest
-                ),
-                observers=(recorder, *self._extra_observers),
-                heads=start.heads,
+        session = self._session(prepared)
+        with session.guarded():
+            trainer, algorithm, _ = session.trainer_at(origin, recorded)
+            fork = Fork(
+                branch=name,
+                origin=origin,
+                from_branch=made_on,
+                config=prepared.pipeline.config,
+                config_digest=prepared.pipeline.config_digest,
+                changed=self._changes_of(origin, recorded, prepared),
             )
-            try:
-                driver.run()
-            except BaseException:
-                driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
-                raise
-        finally:
-            executor.close()
-            recorder.close()
-            trainer.close()
-        summary = recorder.summary(
-            start.ledger.accounting(), seconds=time.monotonic() - self._started
-        )
-        run_dirs.write_json(self._run_dir.summary_file, summary)
-        self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
-        return summary
+            self._say(fork.words)
+            entry = fork.entry(overlay)
+            self._write(prepared, self._stored.with_entry(entry))
+            self._repository.branch(name, origin.snapshot_id)
+            head = self._repository.head(name)
+            first = first_commit_attributes(entry)
+            return session.resume(head, trainer, algorithm, first_attributes=first)
 
-    def _training(self, trainer: Trainer, algorithm: Algorithm) -> TrainingRole:
-        if not self._prepared.plan.template.trains:
-            return SliceWriter(self._run_dir.outputs, self._prepared.plan.template.outputs)
-        (publish,) = self._pipeline.by_role("publish")
-        admit = Admission(self._pipeline, self._plugins)
-        last, every = self._pipeline.options.steps, publish.options.state_every
+    def _origin(self) -> CommitInfo:
+        ref, current = self._request.from_ref, self._stored.branch
+        if ref is None:
+            return self._repository.head(current)
+        return self._repository.info(int(ref) if ref.isdigit() else ref, branch=current)
 
-        def train(
-            *,
-            step: int,
-            groups: Sequence[ScoredGroup],
-            open_rows: Mapping[str, LedgerRow],
-            lost: Mapping[str, str],
-        ) -> StepOutcome:
-            return train_step(
-                trainer,
-                algorithm,
-                step=step,
-                groups=groups,
-                open_rows=open_rows,
-                lost=lost,
-                admit=admit,
-                with_state=step % every == 0 or step == last,
+    def _new_name(self, made_on: str, version: int) -> str:
+        """The name asked for, or one derived. Raises `InputError` or `RunError` for a bad one."""
+        from ..storage.layout import check_ref_name
+
+        taken = {*self._stored.branches, *self._repository.branches()}
+        name = self._request.branch or unused_name(made_on, version, taken=taken)
+        if check_ref_name(name, kind="branch") in taken:
+            raise RunError(
+                f"the store of {str(self._path)!r} has a branch {name!r} already.",
+                code=RunErrorCode.RUN_EXISTS,
+                remedy="Choose another --branch.",
             )
+        return name
 
-        return train
+    def _changes_of(
+        self, origin: CommitInfo, recorded: RecordedConfig, prepared: Prepared
+    ) -> list[str]:
+        """Options that differ from those the version was made with, and changed prompts."""
+        changed = differences(recorded.config, prepared.pipeline.config)
+        prompts = changed_prompts(self._repository, origin, prepared.pipeline)
+        return [*changed, *([f"prompts: {prompts}"] if prompts else [])]
 
-    def _components(self) -> tuple[Trainer, Algorithm]:
-        (train,) = self._pipeline.by_role("train")
-        (rollout,) = self._pipeline.by_role("rollout")
-        algorithm: Algorithm = train.components["algorithm"].create()
-        trainer: Trainer = train.components["trainer"].create(
-            model=self._pipeline.model.create(),
-            algorithm=algorithm,
-            optimizer=train.components["optimizer"].create(),
-            sampling=sampling_params(rollout),
-            num_threads=self._pipeline.options.trainer_threads,
+    def _check(
+        self,
+        head: CommitInfo,
+        prepared: Prepared,
+        pending: Mapping[str, Any] | None,
+        recorded: RecordedConfig,
+    ) -> None:
+        """Refuse to go on as another run. `pending` is a fork that has no version yet."""
+        check_cursor(head)
+        expected = recorded
+        if pending is not None:
+            expected = RecordedConfig(config=pending["config"], digest=pending["config_digest"])
+        check_same_options(
+            expected,
+            prepared.pipeline,
+            run_dir=str(self._path),
+            branch=prepared.manifest.branch,
         )
-        return trainer, algorithm
+        if pending is None:
+            check_same_data(self._repository, head, prepared.pipeline)
 
-    def _executor(self) -> Executor:
-        options, manifest = self._pipeline.options, self._prepared.manifest
-        component = self._plugins.component("executor", options.executor)
-        executor: Executor = component(
-            component.Config(),
-            num_workers=options.workers,
-            bootstrap=WorkerBootstrap(
-                pipeline_path=manifest.pipeline_path,
-                plugins_dir=manifest.plugins_dir,
-                overlay=manifest.overlay,
-                store_url=manifest.store_url,
-                branch=manifest.branch,
-                run_dir=str(self._run_dir.path),
-                num_threads=options.worker_threads,
-            ),
-        )
-        return executor
+    def _prepared(self, before: RunManifest) -> Prepared:
+        overlay = merge(before.overlay, self._request.changes)
+        return self._assembled(replace(before, overlay=overlay))
 
-    @contextmanager
-    def _publishing(self, *, resume: bool) -> Iterator[Publisher]:
-        from ..storage.publisher import Publisher
-
-        (publish,) = self._pipeline.by_role("publish")
-        make = Publisher.resume if resume else Publisher
-        publisher = make(
-            self._repository,
-            codec=publish.components["codec"].create(),
-            branch=self._prepared.manifest.branch,
-            owner=f"{socket.gethostname()}:{os.getpid()}",
-            anchor_every=publish.options.anchor_every,
-            select_anchor=self._plugins.hook.select_anchor,
-            codecs=codec_lookup(self._plugins.components["codec"]),
-        )
-        with publisher:
-            yield publisher
-
-    def _check_same_pipeline(self) -> None:
-        """Refuse to go on with options that would have made another run."""
-        first = self._repository.info(0, branch=self._prepared.manifest.branch)
-        if first.attributes["config_digest"] == self._pipeline.config_digest:
-            return
-        changed = differences(first.attributes["config"], self._pipeline.config)
-        raise RunError(
-            f"the pipeline of {str(self._run_dir.path)!r} has changed since it was started: "
-            f"{'; '.join(changed)}.",
-            code=RunErrorCode.RUN_MISMATCH,
-            remedy="Restore it, or start a new run.",
+    def _assembled(self, manifest: RunManifest) -> Prepared:
+        plugins, pipeline, plan = assemble(manifest)
+        return Prepared(
+            run_dir=RunDir(self._path, manifest.branch),
+            manifest=manifest,
+            plugins=plugins,
+            pipeline=pipeline,
+            plan=plan,
         )
 
-    def _already_finished(self, head: int) -> Mapping[str, Any]:
-        summary = json.loads(self._run_dir.summary_file.read_text(encoding="utf-8"))
-        return {**summary, "already_finished": True, "versions": head}
+    def _session(self, prepared: Prepared) -> Session:
+        return Session(
+            prepared, self._repository, self._observers, say=self._say, faults=self._faults
+        )
 
+    def _write_changes(self, before: RunManifest, prepared: Prepared) -> None:
+        """Keep changed options and the branch meant, so that the next resume needs no repeat."""
+        overlay, branch = prepared.manifest.overlay, prepared.manifest.branch
+        if overlay != before.overlay:
+            changed = differences(before.overlay, overlay)
+            self._say(f"branch {branch!r}: {'; '.join(changed)}")
+            entry = changed_options_entry(branch, changed=changed, overlay=overlay)
+            self._write(prepared, self._stored.with_entry(entry))
+        elif branch != self._stored.branch:
+            self._write(prepared, replace(self._stored, branch=branch))
 
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Have SIGTERM stop the run as Ctrl-C does; only the main thread may say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def _write(self, prepared: Prepared, stored: RunManifest) -> None:
+        prepared.run_dir.records.mkdir(parents=True, exist_ok=True)
+        run_dirs.write_json(prepared.run_dir.config_file, prepared.pipeline.config)
+        run_dirs.save_manifest(prepared.run_dir, stored)
 
 
 def _source_text(path: Path) -> str:

@@ -1,12 +1,14 @@
 """The run directory: what a run keeps beside its store, and the checks on the place itself.
 
-run.json        how the run was started: pipeline, overlay, seed; enough to resume it
-config.json     the resolved configuration
+run.json        how the run was started, its current branch and the history of its branches
 store/          the policy store, unless it lives elsewhere
+logs/           output of each worker
+config.json     the resolved configuration
 metrics.jsonl   one line a step, by the `jsonl` tracker
 tasks.jsonl     one line a task: worker, start, seconds
-logs/           output of each worker
+spool/          results of finished tasks that no committed version has consumed yet
 summary.json    written when the run ends
+branches/NAME/  the last five of another branch than the first
 """
 
 from __future__ import annotations
@@ -14,29 +16,37 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import RunError, RunErrorCode
 
-RUN_FILE_FORMAT = 1
+RUN_FILE_FORMAT = 2
+FIRST_BRANCH = "main"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run. Made absolute once, against the launch directory."""
+    """Paths of one branch of a run. Made absolute once, against the launch directory."""
 
     path: Path
+    branch: str = FIRST_BRANCH
 
     @property
     def run_file(self) -> Path:
         return self.path / "run.json"
 
     @property
+    def records(self) -> Path:
+        """Where the branch's own files are."""
+        first = self.branch == FIRST_BRANCH
+        return self.path if first else self.path / "branches" / self.branch
+
+    @property
     def config_file(self) -> Path:
-        return self.path / "config.json"
+        return self.records / "config.json"
 
     @property
     def store(self) -> Path:
@@ -44,11 +54,11 @@ class RunDir:
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.records / "metrics.jsonl"
 
     @property
     def tasks_file(self) -> Path:
-        return self.path / "tasks.jsonl"
+        return self.records / "tasks.jsonl"
 
     @property
     def logs(self) -> Path:
@@ -56,24 +66,57 @@ class RunDir:
 
     @property
     def outputs(self) -> Path:
-        return self.path / "outputs"
+        return self.records / "outputs"
+
+    @property
+    def spool(self) -> Path:
+        return self.records / "spool"
 
     @property
     def summary_file(self) -> Path:
-        return self.path / "summary.json"
+        return self.records / "summary.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """`run.json`: how the run was started."""
+    """`run.json`: how the run was started, and what became of its branches.
+
+    `overlay` is of the first branch, `branch` the one that `resume` continues. `history` lists
+    forks and changed options, oldest first; a branch has the `overlay` of its newest entry.
+    """
 
     pipeline_path: str
     pipeline_source: str
     plugins_dir: str | None
     overlay: Mapping[str, Any]
     store_url: str
-    branch: str = "main"
+    branch: str = FIRST_BRANCH
+    history: Sequence[Mapping[str, Any]] = ()
     format: int = RUN_FILE_FORMAT
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Names of the run's branches, the first one first."""
+        return tuple(dict.fromkeys((FIRST_BRANCH, *(entry["branch"] for entry in self.history))))
+
+    def on_branch(self, branch: str) -> RunManifest:
+        """The manifest as a run of that branch sees it. Raises `RunError` for an unknown one."""
+        if branch not in self.branches:
+            raise RunError(
+                f"the run has no branch {branch!r}; it has {', '.join(self.branches)}.",
+                code=RunErrorCode.RUN_NOT_FOUND,
+            )
+        overlays = [entry["overlay"] for entry in self.history if entry["branch"] == branch]
+        return replace(self, branch=branch, overlay=overlays[-1] if overlays else self.overlay)
+
+    def fork_of(self, branch: str) -> Mapping[str, Any] | None:
+        """The entry that a branch began with; None for the first branch."""
+        forks = [e for e in self.history if e["branch"] == branch and "from_snapshot_id" in e]
+        return forks[-1] if forks else None
+
+    def with_entry(self, entry: Mapping[str, Any]) -> RunManifest:
+        """The manifest with one more entry, of the branch that is the current one from now on."""
+        return replace(self, branch=entry["branch"], history=(*self.history, entry))
 
 
 def check_new(path: Path) -> RunDir:
@@ -110,10 +153,20 @@ def create(run_dir: RunDir, manifest: RunManifest, *, config: Mapping[str, Any])
         run_dir.path.mkdir(parents=True, exist_ok=True)
         run_dir.logs.mkdir(exist_ok=True)
         write_json(run_dir.config_file, config)
-        names = RunManifest.__dataclass_fields__
-        write_json(run_dir.run_file, {name: getattr(manifest, name) for name in names})
+        save_manifest(run_dir, manifest)
     except OSError as error:
         raise _unwritable(run_dir.path, error.strerror or str(error)) from error
+
+
+def save_manifest(run_dir: RunDir, manifest: RunManifest) -> None:
+    """Write `run.json`, whole or not at all."""
+    names = RunManifest.__dataclass_fields__
+    write_json(run_dir.run_file, {name: getattr(manifest, name) for name in names})
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return RunDir(path).run_file.is_file()
 
 
 def open_run(path: Path) -> tuple[RunDir, RunManifest]:
@@ -126,19 +179,13 @@ def open_run(path: Path) -> tuple[RunDir, RunManifest]:
         )
     try:
         data = json.loads(run_dir.run_file.read_text(encoding="utf-8"))
-        manifest = RunManifest(**data)
-    except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+        _check_format(run_dir, data["format"])
+        manifest = RunManifest(**{**data, "format": RUN_FILE_FORMAT})
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise RunError(
             f"{run_dir.run_file} is damaged: {error}.", code=RunErrorCode.RUN_MISMATCH
         ) from error
-    if manifest.format > RUN_FILE_FORMAT:
-        raise RunError(
-            f"{run_dir.run_file} has format {manifest.format}; this version reads up to "
-            f"{RUN_FILE_FORMAT}.",
-            code=RunErrorCode.RUN_MISMATCH,
-            remedy="Upgrade deltaloom.",
-        )
-    return run_dir, manifest
+    return RunDir(run_dir.path, manifest.branch), manifest
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -156,6 +203,14 @@ def write_json(path: Path, value: Any) -> None:
             raise
 
 
+def read_summary(run_dir: RunDir) -> Mapping[str, Any] | None:
+    """What the run wrote when it last ended; None if it never did."""
+    if not run_dir.summary_file.is_file():
+        return None
+    summary: Mapping[str, Any] = json.loads(run_dir.summary_file.read_text(encoding="utf-8"))
+    return summary
+
+
 def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
     """Add one line to a JSON-lines file."""
     with path.open("a", encoding="utf-8") as file:
@@ -168,6 +223,15 @@ def resume_command(path: Path) -> str:
     plain = all(char.isalnum() or char in "/._-+=,@%" for char in text) and text.isascii()
     quoted = text if plain else "'" + text.replace("'", "'\\''") + "'"
     return f"deltaloom resume {quoted}"
+
+
+def _check_format(run_dir: RunDir, found: int) -> None:
+    if found > RUN_FILE_FORMAT:
+        raise RunError(
+            f"{run_dir.run_file} has format {found}; this version reads up to {RUN_FILE_FORMAT}.",
+            code=RunErrorCode.RUN_MISMATCH,
+            remedy="Upgrade deltaloom.",
+        )
 
 
 def _unwritable(path: Path, reason: str) -> RunError:

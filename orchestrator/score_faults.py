@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from .executor import TaskFault
 from .types import ScoreResult
@@ -12,16 +12,25 @@ Decided = Mapping[int, ScoreResult]
 
 
 def exclude_culprit(
-    fault: TaskFault, decided: Decided, *, num_rollouts: int, max_timeouts: int
+    fault: TaskFault,
+    decided: Decided,
+    *,
+    suspects: Set[int],
+    num_rollouts: int,
+    max_timeouts: int,
 ) -> Decided | None:
     """What to skip when the task is tried again, or None when the fault has no single culprit.
 
-    A scorer that hangs, or takes its process down, did so on the rollout last reported. After
-    `max_timeouts` of them the rollouts behind it are left out too, so that a scorer which always
-    hangs costs a bounded time.
+    A scorer that hangs, or takes its process down, did so on the rollout last reported. A lost
+    worker may have been killed from outside, so it takes a second one on the same rollout:
+    `suspects` are those that were being scored when one was lost before. After `max_timeouts`
+    culprits the rollouts behind are left out too, so that a scorer which always hangs costs a
+    bounded time.
     """
     if fault.cause == "raised" or fault.item < 0 or fault.item in decided:
         return None
+    if fault.cause == "lost" and fault.item not in suspects:
+        return decided
     result = {**decided, fault.item: _result(fault)}
     if len(result) >= max_timeouts:
         reason = f"scorer quarantined after {len(result)} rollouts"
@@ -30,7 +39,15 @@ def exclude_culprit(
     return result
 
 
-def _result(fault: TaskFault) -> ScoreResult:
+def ledger_words(fault: TaskFault) -> str:
+    """A fault in words for the ledger: without worker and time, which differ between runs."""
     if fault.cause == "deadline":
-        return ScoreResult(status="timeout", reason=fault.reason)
-    return ScoreResult(status="invalid", reason=f"scorer ended its process: {fault.reason}")
+        return "no progress before the deadline"
+    return fault.reason.replace(f"worker {fault.worker} ", "its worker ", 1)
+
+
+def _result(fault: TaskFault) -> ScoreResult:
+    words = ledger_words(fault)
+    if fault.cause == "deadline":
+        return ScoreResult(status="timeout", reason=words)
+    return ScoreResult(status="invalid", reason=f"scorer ended its process: {words}")

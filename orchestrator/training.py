@@ -157,6 +157,7 @@ def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, A
         "reasons": [dict(row.reasons) for row in rows],
         "task": [row.task for row in rows],
         "content_digest": [row.content_digest for row in rows],
+        "prompt_digest": [row.prompt_digest for row in rows],
     }
     numbers = ("step", "num_rollouts", "trained", "dropped", "invalid", "num_tokens")
     arrays: dict[str, Any] = {

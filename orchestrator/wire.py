@@ -6,6 +6,7 @@ scores as JSON beside them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,6 +44,11 @@ def pack_prompts(prompts: Sequence[Prompt]) -> bytes:
 def unpack_prompts(data: bytes) -> list[Prompt]:
     values, _ = unpack(data)
     return [_prompt(item) for item in values]
+
+
+def prompt_digest(prompt: Prompt) -> str:
+    """Digest of a prompt's text, answer, data and id: equal exactly for equal prompts."""
+    return hashlib.blake2b(pack_prompts([prompt]), digest_size=8).hexdigest()
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> bytes:

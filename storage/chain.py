@@ -51,7 +51,8 @@ class Folded:
     """A folded chain: `last` takes `before_last` to the target.
 
     `touched` are the tensors that `before_last` does not share with the base; `state` is the
-    codec state before `last`, `resets` whether the target starts a new history.
+    codec state before `last`, `owns_history` whether its history is not the base's, `resets`
+    whether the target starts a new one.
     """
 
     before_last: PolicyTensors
@@ -59,13 +60,20 @@ class Folded:
     touched: frozenset[str]
     state: CodecState
     resets: bool
+    owns_history: bool
 
-    def advanced(self) -> CodecState:
-        """The codec state at the target. Call once: it moves the history in place."""
+    def advanced(self, *, keep_base: bool = False) -> CodecState:
+        """The codec state at the target. Call once: it moves the history in place.
+
+        With `keep_base` the history of the base is left as it is, for a target that may never
+        become active.
+        """
         codec, history = self.state.codec, self.state.history
         if self.resets:
             history = codec.start_history(self.before_last.specs)
         else:
+            if keep_base and not self.owns_history:
+                history = copy.deepcopy(history)
             codec.advance(history, self.before_last, self.last)
         return CodecState(key=self.state.key, codec=codec, history=history)
 
@@ -109,6 +117,7 @@ def fold(
         touched=touched,
         state=state,
         resets=last.info.is_anchor,
+        owns_history=owned,
     )
 
 

@@ -150,12 +150,19 @@ class PolicyRepository:
             infos.append(info)
         return infos
 
-    def ancestors(self, info: CommitInfo) -> Iterator[CommitInfo]:
-        """The version itself, its parent, and so on, as far as they are kept."""
+    def ancestors(self, info: CommitInfo, *, over_gaps: bool = False) -> Iterator[CommitInfo]:
+        """The version itself, its parent, and so on, as far as they are kept.
+
+        With `over_gaps` a removed parent is followed by the newest version before it that was
+        kept on the same branch.
+        """
         current: CommitInfo | None = info
         while current is not None:
             yield current
-            current = self.find(current.record.parent)
+            parent = self.find(current.record.parent)
+            if parent is None and over_gaps and current.version > 0:
+                parent = self._beyond_gap(current.version - 1, branch=current.branch)
+            current = parent
 
     def find(self, ref: VersionRef | None) -> CommitInfo | None:
         """The commit a record links to, None if it is not kept or there is no link."""
@@ -380,13 +387,11 @@ class PolicyRepository:
         return current
 
     def _beyond_gap(self, version: int, *, branch: str) -> CommitInfo | None:
-        """A version that was kept although a later one of its branch was removed."""
+        """The newest version up to `version` that was kept although later ones were removed."""
         held = {*self.reserved_branches().values(), *self.tags().values()}
-        for snapshot_id in sorted(held):
-            info = self._info_at(snapshot_id)
-            if info.version == version and info.branch == branch:
-                return info
-        return None
+        infos = (self._info_at(snapshot_id) for snapshot_id in held)
+        kept = [info for info in infos if info.version <= version and info.branch == branch]
+        return max(kept, key=lambda info: info.version, default=None)
 
     def _info_at(self, snapshot_id: str) -> CommitInfo:
         cached = self._infos.get(snapshot_id)

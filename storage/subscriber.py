@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .bits import PolicyTensors
-from .chain import CodecLookup, CodecState, Folded, check_target, fold, total_changes
+from .chain import CodecLookup, CodecState, check_target, fold, total_changes
 from .codec import Changes, apply_changes
 from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
 from .opening import DEFAULT_BRANCH
@@ -39,7 +39,6 @@ class StagedVersion:
     changes: Changes | None
     num_bytes: int
     tensors: PolicyTensors | None = field(repr=False)
-    folded: Folded | None = field(repr=False)
     state: CodecState | None = field(repr=False)
 
     @property
@@ -166,10 +165,11 @@ class Subscriber:
                 remedy="Stage it again.",
             )
         if staged.source == "anchor":
-            self._tensors, self._state = staged.tensors, staged.state
-        elif staged.folded is not None and self._tensors is not None:
-            self._state = staged.folded.advanced()
-            apply_changes(dict(self._tensors.bits), staged.changes or {})
+            self._tensors = staged.tensors
+        elif staged.changes:
+            apply_changes(dict(self._held_tensors().bits), staged.changes)
+        if staged.source != "none":
+            self._state = staged.state
         self._active = staged.info
         return Activation(
             version=staged.version,
@@ -214,7 +214,7 @@ class Subscriber:
             source="delta",
             changes=total_changes(tensors, folded),
             num_bytes=sum(info.payload_bytes for info in infos),
-            folded=folded,
+            state=folded.advanced(keep_base=True),
         )
 
     def _stage_anchor(self, target: CommitInfo) -> StagedVersion:
@@ -236,7 +236,6 @@ class Subscriber:
         changes: Changes | None,
         num_bytes: int,
         tensors: PolicyTensors | None = None,
-        folded: Folded | None = None,
         state: CodecState | None = None,
     ) -> StagedVersion:
         return StagedVersion(
@@ -246,7 +245,6 @@ class Subscriber:
             changes=changes,
             num_bytes=num_bytes,
             tensors=tensors,
-            folded=folded,
             state=state,
         )
 

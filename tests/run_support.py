@@ -125,14 +125,15 @@ def versions(run_dir: Path) -> list[tuple[int, str, list[dict[str, Any]]]]:
     return [(info.version, info.state_digest, stored.ledger(info)) for info in infos]
 
 
-def worker_pids(run_dir: Path) -> Sequence[int]:
-    """Live worker processes whose output goes to this run's logs."""
+def worker_pids(run_dir: Path, *, worker: str = "") -> Sequence[int]:
+    """Live worker processes whose output goes to this run's logs, or to this worker's."""
+    log = f"{run_dir.resolve() / 'logs'}/" + (f"{worker}.log" if worker else "")
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             target = os.readlink(process / "fd" / "1")
         except OSError:
             continue
-        if target.startswith(str(run_dir.resolve() / "logs")):
+        if target.startswith(log):
             pids.append(int(process.name))
     return pids

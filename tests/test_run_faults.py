@@ -44,9 +44,7 @@ def run_summary(run_dir: Path) -> dict[str, object]:
 
 
 def test_a_failed_score_is_never_a_reward_and_is_counted_by_reason(tmp_path: Path) -> None:
-    pipeline = tiny_pipeline(
-        tmp_path, functions=FAULTY, source="every_digit", by="faulty", steps=6
-    )
+    pipeline = tiny_pipeline(tmp_path, functions=FAULTY, source="every_digit", by="faulty", steps=6)
     done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", "--json")
     assert done.status == 0, done.err
     summary = done.json
@@ -171,9 +169,10 @@ def test_killed_workers_are_replaced_and_the_run_is_the_same(tmp_path: Path) -> 
     assert process.stdout is not None
     killed = 0
     for line in process.stdout:
-        if "is ready" in line and killed < 3:
+        if line.endswith("is ready\n") and killed < 3:
             killed += 1
-            os.kill(worker_pids(disturbed)[0], signal.SIGKILL)
+            (pid,) = worker_pids(disturbed, worker=line.split()[1])
+            os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert killed == 3
@@ -281,3 +280,37 @@ def test_a_full_disk_stops_the_run_whole_and_it_resumes_when_there_is_space(
     resumed = deltaloom("resume", copy, "--steps", str(head + 1))
     assert resumed.status == 0, resumed.err
     shutil.rmtree(copy)
+
+
+def test_a_trainer_that_hangs_is_named_and_leaves_no_process(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "stuck.py").write_text(
+        textwrap.dedent(
+            """
+            import threading
+            from deltaloom.orchestrator import hookimpl
+            from deltaloom.plugins.trainers.torch_trainer import TorchTrainer
+
+            class Stuck(TorchTrainer):
+                name = "stuck"
+                def train_step(self, batch):
+                    threading.Event().wait()
+
+            @hookimpl
+            def register_trainers(): return [Stuck]
+            """
+        )
+    )
+    pipeline = tiny_pipeline(tmp_path)
+    done = deltaloom(
+        *("run", pipeline, "--run-dir", tmp_path / "run", "--plugins-dir", plugins),
+        *("--set", "train.trainer=stuck", "--set", "train.timeout_seconds=1"),
+        timeout_seconds=90,
+    )
+    assert done.status == 1
+    assert "no-progress" in done.err
+    assert "training of step 1" in done.err
+    assert "'train'" in done.err
+    assert f"deltaloom resume {tmp_path / 'run'}" in done.err
+    assert worker_pids(tmp_path / "run") == []

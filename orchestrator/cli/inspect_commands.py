@@ -1,4 +1,4 @@
-"""`log`, `show`, `diff`, `status` and `doctor`: looking at runs and at the machine."""
+"""`log`, `show`, `diff`, `status`, `replay` and `doctor`: looking at runs and at the machine."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ RunArgument = Annotated[
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="Run directory; the newest in runs/ if left out.")
 ]
+BranchOption = Annotated[
+    str | None, typer.Option("--branch", help="Branch; the run's current one if left out.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,19 +34,26 @@ def register(app: typer.Typer) -> None:
     app.command()(show)
     app.command()(diff)
     app.command()(status)
+    app.command()(replay)
     app.command()(doctor)
 
 
 def log(
     run: RunArgument = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Newest versions.")] = None,
+    branch: BranchOption = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Draw all branches and tags.")] = False,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """List a run's versions, newest first."""
     from ..inspect import StoredRun, find_run
+    from .store_commands import print_history
 
-    lines = StoredRun(find_run(run)).log(limit=limit)
+    if graph:
+        print_history(run, limit=limit, json=json)
+        return
+    lines = StoredRun(find_run(run), branch=branch).log(limit=limit)
     if json:
         print_json(lines)
         return
@@ -66,13 +76,14 @@ def log(
 def show(
     what: Annotated[str, typer.Argument(help="Version, tag, snapshot id, or group STEP/INDEX.")],
     run: RunOption = None,
+    branch: BranchOption = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Show one version, or one group and the version it went into."""
     from ..inspect import StoredRun, find_run
 
-    stored = StoredRun(find_run(run))
+    stored = StoredRun(find_run(run), branch=branch)
     if "/" in what:
         _print_group(stored.show_group(what), json=json)
     else:
@@ -80,18 +91,23 @@ def show(
 
 
 def diff(
-    first: Annotated[str, typer.Argument(help="Version to compare from.")],
-    second: Annotated[str, typer.Argument(help="Version to compare to.")],
+    first: Annotated[str, typer.Argument(help="Version or run directory to compare from.")],
+    second: Annotated[str, typer.Argument(help="Version or run directory to compare to.")],
     run: RunOption = None,
+    branch: BranchOption = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Say what changed between two versions: elements, reward, ledger rows."""
+    """Say what changed between two versions, or where two runs first differ."""
     from ..inspect import StoredRun, find_run
     from ..plugin_manager import create_plugins
+    from ..run_dir import is_run
     from ..worker_weights import codec_lookup
 
-    stored = StoredRun(find_run(run))
+    if is_run(Path(first)) and is_run(Path(second)):
+        _diff_runs(Path(first), Path(second), branch=branch, json=json)
+        return
+    stored = StoredRun(find_run(run), branch=branch)
     directory = stored.manifest.plugins_dir
     plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
     result = stored.diff(first, second, codec_lookup(plugins.components["codec"]))
@@ -117,11 +133,16 @@ def diff(
     )
 
 
-def status(run: RunArgument = None, json: JsonFlag = False, debug: DebugFlag = False) -> None:
+def status(
+    run: RunArgument = None,
+    branch: BranchOption = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
     """Say where a run stands, with its accounting."""
     from ..inspect import StoredRun, find_run
 
-    result = StoredRun(find_run(run)).status()
+    result = StoredRun(find_run(run), branch=branch).status()
     if json:
         print_json(result)
         return
@@ -130,6 +151,7 @@ def status(run: RunArgument = None, json: JsonFlag = False, debug: DebugFlag = F
         [
             ("run", result["run_dir"]),
             ("store", result["store"]),
+            ("branch", f"{result['branch']} (of {', '.join(result['branches'])})"),
             ("version", f"{result['version']} of {result['steps']} ({state})"),
             ("reward", result["metrics"].get("reward")),
             ("rollouts", result["accounting_line"]),
@@ -137,6 +159,36 @@ def status(run: RunArgument = None, json: JsonFlag = False, debug: DebugFlag = F
     )
     for reason, number in sorted(result["accounting"]["reasons"].items()):
         typer.echo(f"  {number:>8}  {reason}")
+
+
+def replay(
+    run: RunArgument = None,
+    versions: Annotated[
+        str | None, typer.Option("--versions", help="A:B, both included; all if left out.")
+    ] = None,
+    branch: BranchOption = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Train stored batches again and compare every version; exit 1 at the first that differs."""
+    from ..audit import AuditedVersion, audit_run
+    from ..inspect import find_run
+
+    def report(version: AuditedVersion) -> None:
+        if not json:
+            typer.echo(version.words or f"version {version.replayed.version} identical")
+
+    first, last = _version_range(versions)
+    result = audit_run(find_run(run), first=first, last=last, branch=branch, report=report)
+    if json:
+        print_json(result)
+    elif result["identical"]:
+        typer.echo(
+            f"{result['replayed']} versions trained again in {result['seconds']:.1f} s: "
+            "all identical"
+        )
+    if not result["identical"]:
+        raise typer.Exit(1)
 
 
 def doctor(
@@ -158,6 +210,37 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _version_range(text: str | None) -> tuple[int | None, int | None]:
+    """`A:B`, `A:`, `:B` or `A` as numbers."""
+    if text is None:
+        return None, None
+    low, colon, high = text.partition(":")
+    if not all(part.strip().isdigit() or not part for part in (low, high)) or not (low or high):
+        raise typer.BadParameter(f"must be A:B, got {text!r}.", param_hint="--versions")
+    first = int(low) if low else None
+    last = int(high) if high else (None if colon else first)
+    return first, last
+
+
+def _diff_runs(first: Path, second: Path, *, branch: str | None, json: bool) -> None:
+    """Compare two runs; exit 1 unless they are identical."""
+    from ..comparing import compare_runs
+    from ..inspect import StoredRun
+
+    result = compare_runs(StoredRun(first, branch=branch), StoredRun(second, branch=branch))
+    if json:
+        print_json(result)
+    elif result["identical"]:
+        typer.echo(f"identical: versions 0 to {result['versions'][0]}")
+    else:
+        typer.echo(f"different: {result['difference']['words']}")
+    if not json:
+        for line in result["config"]:
+            typer.echo(f"  option {line}")
+    if not result["identical"]:
+        raise typer.Exit(1)
+
+
 def _print_version(shown: dict[str, Any], *, json: bool) -> None:
     if json:
         print_json(shown)
@@ -175,6 +258,7 @@ def _print_group(shown: dict[str, Any], *, json: bool) -> None:
     if json:
         print_json(shown)
         return
-    print_pairs([("version", shown["version"]), *shown["row"].items()])
+    names = ("version", "trained_by", "token_versions")
+    print_pairs([*((name, shown[name]) for name in names), *shown["row"].items()])
     columns = ("reward", "advantage", "tokens", "versions")
     print_table(columns, [[rollout[name] for name in columns] for rollout in shown["rollouts"]])

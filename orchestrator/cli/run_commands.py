@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,23 +82,44 @@ def run(
     )
     prepared = prepare(request)
     with progress_observer(quiet=json) as observer:
-        summary = start_run(prepared, observers=[observer])
+        summary = start_run(prepared, observers=[observer], say=_say(json))
     _close(summary, json=json)
 
 
 def resume(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     steps: Steps = None,
+    from_ref: Annotated[
+        str | None,
+        typer.Option("--from", help="Start a branch at this version, tag or snapshot."),
+    ] = None,
+    branch: Annotated[
+        str | None, typer.Option("--branch", help="Branch to continue, or a new one's name.")
+    ] = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Continue a run from its newest version, exactly."""
+    """Continue a run from its newest version, or start a branch at any version, exactly."""
     from ..progress import progress_observer
-    from ..run import resume_run
+    from ..run import ResumeRequest, resume_run
 
+    request = ResumeRequest(
+        path=run,
+        branch=branch,
+        from_ref=from_ref,
+        steps=steps,
+        overlay=overlay_of(config, overrides),
+    )
     with progress_observer(quiet=json) as observer:
-        summary = resume_run(run, steps=steps, observers=[observer])
+        summary = resume_run(request, observers=[observer], say=_say(json))
     _close(summary, json=json)
+
+
+def _say(json: bool) -> Callable[[str], None]:
+    """Lines for a person: on standard error where standard output is JSON."""
+    return lambda line: typer.echo(line, err=json)
 
 
 def _close(summary: Mapping[str, Any], *, json: bool) -> None:

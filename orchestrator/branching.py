@@ -1,0 +1,91 @@
+"""Which branch a resumption continues or starts, decided before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from .errors import RunError, RunErrorCode
+
+if TYPE_CHECKING:
+    from ..storage.records import CommitInfo
+    from .run_dir import RunManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """A branch to start: its name, the version it starts at and the branch that made that."""
+
+    branch: str
+    origin: CommitInfo
+    from_branch: str
+    config: Mapping[str, Any]
+    config_digest: str
+    changed: Sequence[str]
+
+    @property
+    def words(self) -> str:
+        """The fork in one line."""
+        changes = "; ".join(self.changed) or "no option changed"
+        return (
+            f"branch {self.branch!r} starts at version {self.origin.version} of "
+            f"{self.from_branch!r} ({self.origin.snapshot_id}): {changes}"
+        )
+
+    def entry(self, overlay: Mapping[str, Any]) -> dict[str, Any]:
+        """What `run.json` keeps of it."""
+        return {
+            "branch": self.branch,
+            "from_branch": self.from_branch,
+            "from_version": self.origin.version,
+            "from_snapshot_id": self.origin.snapshot_id,
+            "changed": list(self.changed),
+            "overlay": dict(overlay),
+            "config": dict(self.config),
+            "config_digest": self.config_digest,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+
+def first_commit_attributes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first version of a branch says beside what every version does."""
+    names = ("from_branch", "from_version", "from_snapshot_id", "changed")
+    return {
+        "config": entry["config"],
+        "forked_from": {name.removeprefix("from_"): entry[name] for name in names},
+    }
+
+
+def changed_options_entry(
+    branch: str, *, changed: Sequence[str], overlay: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `run.json` keeps of options that changed on a branch, such as more steps."""
+    return {
+        "branch": branch,
+        "changed": list(changed),
+        "overlay": dict(overlay),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def starts_branch(manifest: RunManifest, *, branch: str | None, from_ref: str | None) -> bool:
+    """Whether what is asked for is a new branch. Raises `RunError` if its name is taken."""
+    known = branch is not None and branch in manifest.branches
+    if from_ref is not None and known:
+        raise RunError(
+            f"the run has a branch {branch!r} already.",
+            code=RunErrorCode.RUN_EXISTS,
+            remedy=f"Continue it without --from, or choose another --branch than "
+            f"{', '.join(manifest.branches)}.",
+        )
+    return from_ref is not None or (branch is not None and not known)
+
+
+def unused_name(from_branch: str, version: int, *, taken: Collection[str]) -> str:
+    """`<branch>-<version>`, with a number behind it where that is taken."""
+    base = f"{from_branch}-{version}"
+    names = itertools.chain([base], (f"{base}-{count}" for count in itertools.count(2)))
+    return next(name for name in names if name not in taken)

@@ -1,0 +1,147 @@
+"""Which store a verb works on: that of a run, or one given by its address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, PluginError, RunErrorCode
+
+if TYPE_CHECKING:
+    from ...storage.codec import DeltaCodec
+    from ...storage.repository import PolicyRepository
+    from ..plugin_manager import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTarget:
+    """An open store, the branch meant, and the configuration of its run, empty if unknown."""
+
+    repository: PolicyRepository
+    branch: str
+    plugins_dir: Path | None
+    config: Mapping[str, Any]
+    is_run: bool
+
+    def plugins(self) -> Plugins:
+        """The plugins that the run was made with."""
+        from ..plugin_manager import create_plugins
+
+        return create_plugins(plugins_dir=self.plugins_dir)
+
+    def codecs(self) -> Mapping[str, DeltaCodec]:
+        """Every codec there is, to read whatever the store holds."""
+        from ..worker_weights import codec_lookup
+
+        return codec_lookup(self.plugins().components["codec"])
+
+
+def open_target(
+    run: Path | None,
+    store: str | None,
+    *,
+    branch: str | None = None,
+    plugins_dir: Path | None = None,
+    read_only: bool = True,
+) -> StoreTarget:
+    """The store at `store`, or of the run (the newest one when neither is given).
+
+    Raises `ConfigError` when both are given, `RunError` or `NotFoundError` when it is not there.
+    """
+    if store is not None:
+        if run is not None:
+            raise ConfigError(
+                f"a run ({str(run)!r}) and a store ({store!r}) were given; only one can be meant.",
+                code=RunErrorCode.AMBIGUOUS_OPTION,
+            )
+        return _of_store(store, branch or "main", plugins_dir, read_only=read_only)
+    return _of_run(run, branch, plugins_dir, read_only=read_only)
+
+
+def split_words(words: Sequence[str], *, names: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """An optional run before the words named. Raises `ConfigError` for another number of words."""
+    extra = len(words) - len(names)
+    if extra not in (0, 1):
+        raise ConfigError(
+            f"expected [RUN] {' '.join(names)}, got {len(words)} words: {' '.join(words)}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+    return (Path(words[0]) if extra else None), list(words[extra:])
+
+
+def as_ref(text: str) -> int | str:
+    """A version as the store takes it: a number, or a tag, branch, `branch@number` or id."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def version_range(text: str | None) -> range | None:
+    """`A:B`, both ends included; either may be left out, and `A` alone is that version.
+
+    Raises `ConfigError` for anything else.
+    """
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not all(part.isdigit() or (colon and not part) for part in (first, last or first)):
+        raise ConfigError(
+            f"--versions must be A:B, A:, :B or A with numbers, got {text!r}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+    end = int(last) + 1 if last else (2**63 if colon else int(first) + 1)
+    return range(int(first or 0), end)
+
+
+def write_model_files(target: StoreTarget, folder: Path) -> list[str]:
+    """Configuration and tokenizer files of the run's model, if its plugin offers them.
+
+    Returns the names written; none when the model is unknown or its plugin is not installed.
+    """
+    from ..config import build_config
+    from ..interfaces import ExportsFiles
+
+    values = dict(target.config.get("model", {}))
+    name = values.pop("name", "")
+    try:
+        component = target.plugins().component("model", name)
+    except PluginError:
+        return []
+    model = component(build_config(component.Config, values, path="model"))
+    return list(model.export_files(folder)) if isinstance(model, ExportsFiles) else []
+
+
+def _of_run(
+    run: Path | None, branch: str | None, plugins_dir: Path | None, *, read_only: bool
+) -> StoreTarget:
+    from ...storage.repository import PolicyRepository
+    from ..inspect import find_run
+    from ..run_dir import open_run
+
+    run_dir, manifest = open_run(find_run(run))
+    return StoreTarget(
+        repository=PolicyRepository.open(manifest.store_url, read_only=read_only),
+        branch=branch or manifest.branch,
+        plugins_dir=plugins_dir or (Path(manifest.plugins_dir) if manifest.plugins_dir else None),
+        config=json.loads(run_dir.config_file.read_text(encoding="utf-8")),
+        is_run=True,
+    )
+
+
+def _of_store(store: str, branch: str, plugins_dir: Path | None, *, read_only: bool) -> StoreTarget:
+    from ...storage.errors import NotFoundError
+    from ...storage.repository import PolicyRepository
+
+    repository = PolicyRepository.open(store, read_only=read_only)
+    try:
+        config = repository.info(0, branch=branch).attributes.get("config", {})
+    except NotFoundError:
+        config = {}
+    return StoreTarget(
+        repository=repository,
+        branch=branch,
+        plugins_dir=plugins_dir,
+        config=config,
+        is_run=False,
+    )

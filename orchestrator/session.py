@@ -1,0 +1,366 @@
+"""One attempt at a run: what it opens, drives and closes, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from . import run_dir as run_dirs
+from .accounting import Ledger, LedgerRow, accounting_from_json
+from .admission import Admission
+from .committing import Committer, commit_initial, environment
+from .continuity import RecordedConfig, recorded_overlay
+from .driver import Driver, Observer, TrainingRole
+from .errors import RunErrorCode, RunInterruptedError
+from .executor import Executor, WorkerBootstrap
+from .interfaces import Algorithm, Trainer
+from .pipeline_file import load_pipeline
+from .plan import Plan
+from .plugin_manager import Plugins
+from .records import RunRecorder
+from .replay import build_trainer, replay
+from .resolve import ResolvedPipeline, resolve
+from .run_dir import RunDir, RunManifest
+from .slices import SliceWriter
+from .spool import ResultSpool, spool_identity
+from .task_state import TaskState
+from .training import StepOutcome, train_step
+from .types import ScoredGroup
+from .worker_weights import codec_lookup
+
+if TYPE_CHECKING:
+    from ..storage.publisher import Publisher
+    from ..storage.records import CommitInfo
+    from ..storage.repository import PolicyRepository
+
+COMMIT_GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked request: nothing has been written or started yet.
+
+    `manifest` is as the run's branch sees it: its overlay is the branch's.
+    """
+
+    run_dir: RunDir
+    manifest: RunManifest
+    plugins: Plugins
+    pipeline: ResolvedPipeline
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a run goes on: its newest version, versions rollouts may need, and the ledger.
+
+    `first_attributes` are for the first version committed.
+    """
+
+    head: int
+    heads: Mapping[int, str]
+    ledger: Ledger
+    first_attributes: Mapping[str, Any]
+
+
+class Session:
+    """One attempt at a run. `say` takes a line a person should see.
+
+    `faults` is called with "replayed" for each version trained again and with the boundaries of
+    a publish (`storage.Publisher`); tests and benchmarks end the process there.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        repository: PolicyRepository,
+        observers: Sequence[Observer],
+        *,
+        say: Callable[[str], None],
+        faults: Callable[[str], None] | None = None,
+    ) -> None:
+        self._faults = faults
+        self._prepared = prepared
+        self._repository = repository
+        self._pipeline = prepared.pipeline
+        self._plugins = prepared.plugins
+        self._run_dir = prepared.run_dir
+        self._extra_observers = observers
+        self._say = say
+        self._codecs = codec_lookup(prepared.plugins.components["codec"])
+        self._started = time.monotonic()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn Ctrl-C and SIGTERM into a clean stop, and tell plugins about errors."""
+        path = self._run_dir.path
+        hook = self._plugins.hook
+        try:
+            with _termination_as_interrupt():
+                yield
+        except KeyboardInterrupt:
+            branch = self._prepared.manifest.branch
+            known = self._repository.has_branch(branch)
+            head = self._repository.find_head(branch) if known else None
+            stopped = RunInterruptedError(
+                f"the run was stopped; version {head.version if head else 'none'} is its last.",
+                code=RunErrorCode.INTERRUPTED,
+                remedy=f"Resume it with: {run_dirs.resume_command(path)}",
+            )
+            hook.on_run_error(run_dir=str(path), error=stopped)
+            raise stopped from None
+        except BaseException as error:
+            hook.on_run_error(run_dir=str(path), error=error)
+            raise
+
+    def start(self) -> Mapping[str, Any]:
+        """From nothing: v0, then every step."""
+        with self._publishing(resume=False) as publisher:
+            trainer, algorithm = build_trainer(self._pipeline)
+            trainer.initialize(seed=self._pipeline.options.seed)
+            info = commit_initial(
+                publisher,
+                trainer,
+                self._pipeline,
+                pipeline_source=self._prepared.manifest.pipeline_source,
+            )
+            start = _Start(
+                head=0, heads={0: info.snapshot_id}, ledger=Ledger(), first_attributes={}
+            )
+            return self._drive(trainer, algorithm, publisher, start)
+
+    def trainer_at(
+        self, info: CommitInfo, recorded: RecordedConfig
+    ) -> tuple[Trainer, Algorithm, int]:
+        """The trainer at exactly a stored version, its algorithm, and the versions replayed.
+
+        They are trained again with the options recorded for them, whatever those of the run are
+        now. Raises `RunError` when the bits differ.
+        """
+        trainer, algorithm = build_trainer(self._pipeline)
+        if recorded.digest == self._pipeline.config_digest:
+            return trainer, algorithm, self._replay(trainer, info)
+        before, _ = build_trainer(self._pipeline_of(recorded))
+        replayed = self._replay(before, info)
+        trainer.load(before.state())
+        before.close()
+        return trainer, algorithm, replayed
+
+    def resume(
+        self,
+        head: CommitInfo,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        *,
+        first_attributes: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """From the branch's head, at which the trainer is."""
+        branch = self._prepared.manifest.branch
+        with self._publishing(resume=True) as publisher:
+            oldest = self._prepared.plan.template.required_version(head.version + 1)
+            heads = {
+                version: self._repository.info(version, branch=branch).snapshot_id
+                for version in range(oldest, head.version + 1)
+            }
+            if first_attributes:
+                first_attributes = {
+                    **first_attributes,
+                    "pipeline_source": self._prepared.manifest.pipeline_source,
+                    "environment": environment(self._pipeline),
+                }
+            start = _Start(
+                head=head.version,
+                heads=heads,
+                ledger=Ledger(closed=accounting_from_json(head.attributes["accounting"])),
+                first_attributes=first_attributes,
+            )
+            return self._drive(trainer, algorithm, publisher, start)
+
+    def finished(self, head: CommitInfo) -> Mapping[str, Any]:
+        """The summary of a run that has all its steps; written now if a crash kept it from it."""
+        recorder = self._recorder(head.version)
+        recorder.close()
+        summary = run_dirs.read_summary(self._run_dir)
+        if summary is None or summary["versions"] != head.version:
+            totals = accounting_from_json(head.attributes["accounting"])
+            summary = recorder.summary(totals, seconds=0.0)
+            run_dirs.write_json(self._run_dir.summary_file, summary)
+        return {**summary, "already_finished": True}
+
+    def _replay(self, trainer: Trainer, info: CommitInfo) -> int:
+        faults = self._faults
+        return replay(
+            trainer,
+            self._repository,
+            info,
+            codecs=self._codecs,
+            report=(lambda _: faults("replayed")) if faults else None,
+        )
+
+    def _pipeline_of(self, recorded: RecordedConfig) -> ResolvedPipeline:
+        overlay = recorded_overlay(self._pipeline, recorded.config)
+        file = load_pipeline(Path(self._prepared.manifest.pipeline_path))
+        return resolve(file, self._plugins, overlay=overlay)
+
+    def _drive(
+        self,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        publisher: Publisher,
+        start: _Start,
+    ) -> Mapping[str, Any]:
+        options = self._pipeline.options
+        state = TaskState(
+            template=self._prepared.plan.template,
+            first_step=start.head + 1,
+            last_step=options.steps,
+            head_version=start.head,
+            max_attempts=options.max_attempts,
+        )
+        recorder = self._recorder(start.head)
+        executor = self._executor()
+        try:
+            self._plugins.hook.before_run_start(
+                run_dir=str(self._run_dir.path), config=self._pipeline.config
+            )
+            executor.start()
+            driver = Driver(
+                pipeline=self._pipeline,
+                plan=self._prepared.plan,
+                state=state,
+                executor=executor,
+                ledger=start.ledger,
+                training=self._training(trainer, algorithm, start),
+                committing=Committer(
+                    publisher,
+                    self._plugins,
+                    config_digest=self._pipeline.config_digest,
+                    first=start.first_attributes,
+                ),
+                observers=(recorder, *self._extra_observers),
+                heads=start.heads,
+                spool=self._spool(),
+            )
+            try:
+                driver.run()
+            except BaseException:
+                driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
+                raise
+        finally:
+            executor.close()
+            recorder.close()
+            trainer.close()
+        summary = recorder.summary(
+            start.ledger.accounting(), seconds=time.monotonic() - self._started
+        )
+        run_dirs.write_json(self._run_dir.summary_file, summary)
+        self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
+        return summary
+
+    def _recorder(self, head: int) -> RunRecorder:
+        return RunRecorder(
+            self._run_dir,
+            self._pipeline,
+            self._repository,
+            branch=self._prepared.manifest.branch,
+            head=head,
+        )
+
+    def _spool(self) -> ResultSpool | None:
+        """None for a slice: what it makes is its output already."""
+        if not self._prepared.plan.template.trains:
+            return None
+        source = Path(self._prepared.manifest.pipeline_path).read_text(encoding="utf-8")
+        identity = spool_identity(self._pipeline.config_digest, source)
+        return ResultSpool(self._run_dir.spool, identity=identity, say=self._say)
+
+    def _training(self, trainer: Trainer, algorithm: Algorithm, start: _Start) -> TrainingRole:
+        if not self._prepared.plan.template.trains:
+            return SliceWriter(self._run_dir.outputs, self._prepared.plan.template.outputs)
+        (publish,) = self._pipeline.by_role("publish")
+        admit = Admission(self._pipeline, self._plugins)
+        last, every = self._pipeline.options.steps, publish.options.state_every
+        fresh = start.head + 1 if start.first_attributes else -1
+
+        def train(
+            *,
+            step: int,
+            groups: Sequence[ScoredGroup],
+            open_rows: Mapping[str, LedgerRow],
+            lost: Mapping[str, str],
+        ) -> StepOutcome:
+            return train_step(
+                trainer,
+                algorithm,
+                step=step,
+                groups=groups,
+                open_rows=open_rows,
+                lost=lost,
+                admit=admit,
+                with_state=step % every == 0 or step in (last, fresh),
+            )
+
+        return train
+
+    def _executor(self) -> Executor:
+        options, manifest = self._pipeline.options, self._prepared.manifest
+        component = self._plugins.component("executor", options.executor)
+        executor: Executor = component(
+            component.Config(),
+            num_workers=options.workers,
+            bootstrap=WorkerBootstrap(
+                pipeline_path=manifest.pipeline_path,
+                plugins_dir=manifest.plugins_dir,
+                overlay=manifest.overlay,
+                store_url=manifest.store_url,
+                branch=manifest.branch,
+                run_dir=str(self._run_dir.path),
+                num_threads=options.worker_threads,
+            ),
+        )
+        return executor
+
+    @contextmanager
+    def _publishing(self, *, resume: bool) -> Iterator[Publisher]:
+        from ..storage.publisher import Publisher
+
+        (publish,) = self._pipeline.by_role("publish")
+        make = Publisher.resume if resume else Publisher
+        publisher = make(
+            self._repository,
+            codec=publish.components["codec"].create(),
+            branch=self._prepared.manifest.branch,
+            owner=f"{socket.gethostname()}:{os.getpid()}",
+            anchor_every=publish.options.anchor_every,
+            select_anchor=self._plugins.hook.select_anchor,
+            codecs=self._codecs,
+            faults=self._faults,
+        )
+        with publisher:
+            yield publisher
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """Have SIGTERM stop the run as Ctrl-C does; only the main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
