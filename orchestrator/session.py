@@ -119,6 +119,8 @@ class Session:
             hook.on_run_error(run_dir=str(path), error=stopped)
             raise stopped from None
         except BaseException as error:
+            error.add_note(f"Workers' output is in {self._run_dir.logs}.")
+            error.add_note(f"Resume with: {run_dirs.resume_command(path)}")
             hook.on_run_error(run_dir=str(path), error=error)
             raise
 
@@ -341,6 +343,7 @@ class Session:
             branch=self._prepared.manifest.branch,
             owner=f"{socket.gethostname()}:{os.getpid()}",
             anchor_every=publish.options.anchor_every,
+            max_chain_ratio=publish.options.max_chain_ratio,
             select_anchor=self._plugins.hook.select_anchor,
             codecs=self._codecs,
             faults=self._faults,

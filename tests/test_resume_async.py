@@ -71,6 +71,7 @@ def test_racing_workers_four_versions_behind_give_the_same_run(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_no_number_of_workers_and_no_interleaving_changes_a_run(
     tmp_path: Path, max_staleness: int

@@ -55,6 +55,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("hook", "argument", "value", "pid"),
     [
@@ -150,6 +151,7 @@ def test_the_chaos_plan_is_a_function_of_the_seed_and_covers_every_kind() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_chaos_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     chaos.main(["--quick"])
     out = capsys.readouterr().out

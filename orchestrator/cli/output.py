@@ -57,10 +57,11 @@ def exit_status(error: DeltaloomError) -> int:
 
 
 def print_error(error: DeltaloomError) -> None:
-    """`error [code]: what and where`, then the remedy on a line of its own."""
+    """`error [code]: what and where`, then the remedy and notes on lines of their own."""
     sys.stderr.write(f"error [{error.code}]: {error.message}\n")
-    if error.remedy:
-        sys.stderr.write(f"  {error.remedy}\n")
+    for line in (error.remedy, *getattr(error, "__notes__", ())):
+        if line:
+            sys.stderr.write(f"  {line}\n")
 
 
 def print_json(value: Any) -> None:
