@@ -73,11 +73,19 @@ def draft_record(draft: Draft) -> VersionRecord:
 
 
 def needs_anchor(
-    *, version: int, last_anchor: int, chain_bytes: int, anchor_bytes: int, anchor_every: int
+    *,
+    version: int,
+    last_anchor: int,
+    chain_bytes: int,
+    anchor_bytes: int,
+    anchor_every: int,
+    max_chain_ratio: float = 1.0,
 ) -> bool:
     """Whether to store `version` whole: `anchor_every` versions have passed since the last
-    anchor, or the deltas since then, this one included, cost more than an anchor."""
-    return version - last_anchor >= anchor_every or chain_bytes > anchor_bytes
+    anchor, or the deltas since then, this one included, cost more than `max_chain_ratio`
+    anchors."""
+    due = version - last_anchor >= anchor_every
+    return due or chain_bytes > max_chain_ratio * anchor_bytes
 
 
 def decide_anchor(
@@ -89,6 +97,7 @@ def decide_anchor(
     chain_bytes: int,
     anchor_bytes: int,
     anchor_every: int,
+    max_chain_ratio: float = 1.0,
 ) -> bool:
     """The caller's wish, else the hook's answer, else `needs_anchor`."""
     if requested is not None:
@@ -109,6 +118,7 @@ def decide_anchor(
         chain_bytes=chain_bytes,
         anchor_bytes=anchor_bytes,
         anchor_every=anchor_every,
+        max_chain_ratio=max_chain_ratio,
     )
 
 

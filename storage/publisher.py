@@ -340,6 +340,7 @@ class Publisher:
             chain_bytes=baseline.chain_bytes + delta.payload_bytes,
             anchor_bytes=request.tensors.num_bytes,
             anchor_every=self._anchor_every,
+            max_chain_ratio=self._max_chain_ratio,
         )
 
     def _commit(self, content: VersionContent) -> CommitInfo:

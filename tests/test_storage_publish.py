@@ -360,3 +360,15 @@ def test_anchor_every_must_be_positive(tmp_path: Path) -> None:
     repository = PolicyRepository.create(tmp_path / "s")
     with pytest.raises(InputError, match="anchor_every"):
         Publisher(repository, codec=CountCodec(), anchor_every=0)
+
+
+def test_the_chain_ratio_decides_how_long_a_chain_of_large_deltas_may_get(tmp_path: Path) -> None:
+    def anchors(ratio: float) -> list[int]:
+        repository = PolicyRepository.create(tmp_path / f"ratio-{ratio}")
+        codec = CountCodec()
+        with Publisher(repository, codec=codec, max_chain_ratio=ratio) as publisher:
+            publish_all(publisher, STATES)
+        return [info.version for info in reversed(repository.log()) if info.is_anchor]
+
+    assert anchors(0.0) == list(range(len(STATES)))
+    assert anchors(1000.0) == [0]
