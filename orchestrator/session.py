@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ..storage.repository import PolicyRepository
 
 COMMIT_GRACE_SECONDS = 30.0
+THREAD_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +255,8 @@ class Session:
                 spool=self._spool(),
             )
             try:
-                driver.run()
+                with _quick_thread_switches():
+                    driver.run()
             except BaseException:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
@@ -350,6 +353,21 @@ class Session:
         )
         with publisher:
             yield publisher
+
+
+@contextmanager
+def _quick_thread_switches() -> Iterator[None]:
+    """Let the driver's short answers interleave with the trainer thread.
+
+    By default a thread that computes in Python gives way every 5 ms, which each message from a
+    worker would wait for.
+    """
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(previous)
 
 
 @contextmanager
