@@ -116,14 +116,15 @@ def attempt(run_dir: Path, disturbance: Disturbance) -> Attempt:
     replayed, first_step, killed = 0, None, 0
     if disturbance.kind == "at once":
         _kill_after(process, 2.0 + disturbance.seconds)
-    for line in process.stdout:
-        replayed += line.startswith("replayed")
-        if line.startswith("step ") and first_step is None:
-            first_step = time.monotonic() - began
-            if disturbance.kind == "driver":
-                _kill_after(process, disturbance.seconds)
-            elif disturbance.kind == "worker":
-                killed += _kill_a_worker(process.pid)
+    with process.stdout as lines:
+        for line in lines:
+            replayed += line.startswith("replayed")
+            if line.startswith("step ") and first_step is None:
+                first_step = time.monotonic() - began
+                if disturbance.kind == "driver":
+                    _kill_after(process, disturbance.seconds)
+                elif disturbance.kind == "worker":
+                    killed += _kill_a_worker(process.pid)
     return Attempt(
         status=process.wait(timeout=LIMIT_SECONDS),
         seconds=time.monotonic() - began,
