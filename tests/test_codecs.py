@@ -217,12 +217,14 @@ def test_ordered_patterns_are_a_bijection_in_the_order_of_numbers() -> None:
     rows=st.integers(1, 40),
     columns=st.integers(1, 80),
     density=st.sampled_from([0.0, 0.001, 0.02, 0.3, 1.0]),
+    max_modelled_share=st.sampled_from([0.0, 0.125, 1.0]),
 )
 def test_context_chains_of_any_shape_and_density_survive(
-    seed: int, rows: int, columns: int, density: float
+    seed: int, rows: int, columns: int, density: float, max_modelled_share: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    codec = context.ContextCodec(context.ContextConfig(num_threads=1))
+    config = context.ContextConfig(num_threads=1, max_modelled_share=max_modelled_share)
+    codec = context.ContextCodec(config)
     bits = weights_like(rng, (rows, columns))
     kept = None
     for _ in range(3):

@@ -170,7 +170,9 @@ def test_read_only_bits_load_without_a_warning() -> None:
     policy = random_policy(model)
     for bits in policy.bits.values():
         bits.flags.writeable = False
-    load_policy(model.build(seed=3), policy)
+    module = model.build(seed=3)
+    load_policy(module, policy)
+    assert policy_bytes(policy_tensors(module, dtype=torch.bfloat16)) == policy_bytes(policy)
 
 
 def test_tied_tensors_are_stored_once_and_move_together() -> None:

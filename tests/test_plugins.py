@@ -119,9 +119,14 @@ def test_an_installed_plugin_that_fails_to_import_is_listed(
 
 
 def test_an_older_hook_with_fewer_arguments_keeps_working(tmp_path: Path) -> None:
-    body = "\nseen = []\n@hookimpl\ndef before_node_run(task): seen.append(task)\n"
+    seen = tmp_path / "seen"
+    body = (
+        "\nfrom pathlib import Path\n@hookimpl\n"
+        f"def before_node_run(task): Path({str(seen)!r}).write_text(task)\n"
+    )
     plugins = load(tmp_path, old=body)
     plugins.hook.before_node_run(node="n", task="n/1/0", worker="w")
+    assert seen.read_text() == "n/1/0"
 
 
 def test_a_missing_plugins_directory_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class ContextConfig:
     max_modelled_share: float = 0.125
     """Blocks in which a larger share of elements changed are sent as compressed differences:
     modelling codes changed elements one by one, which takes some 0.2 us each. 1.0 models every
-    block and saves about a quarter of the bytes where nearly everything changes."""
+    block and saves about a third of the bytes where nearly everything changes."""
 
 
 class ContextCodec:
