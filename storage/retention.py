@@ -1,7 +1,8 @@
 """Retention: which versions stay and why, and removing the others.
 
 A version that stays keeps what it needs: the deltas since its anchor, and the training batches
-since its trainer state, so that it can be loaded and be a starting point. `plan_gc` decides,
+since its trainer state, so that it can be loaded and be a starting point. What is kept only for
+that can be loaded itself: nothing is listed that cannot be read. `plan_gc` decides,
 `gc` carries out: pin what stays, expire the rest, delete their objects. Every step can be cut
 short and repeated.
 """
@@ -172,7 +173,7 @@ def _with_needs(
         target = versions.get(snapshot_id)
         if target is None:
             continue
-        oldest = min(target.anchor_version, target.state_version)
+        oldest = _oldest_needed(versions, target)
         for info in _ancestors(versions, snapshot_id):
             if info.version < oldest:
                 break
@@ -181,6 +182,17 @@ def _with_needs(
                 texts = reasons.setdefault(info.snapshot_id, [])
                 texts += [need] if need not in texts else []
     return reasons
+
+
+def _oldest_needed(versions: Mapping[str, CommitInfo], target: CommitInfo) -> int:
+    """Where what a version needs begins: at its anchor, or at that of its trainer state.
+
+    Anchors only move forward along a branch, so every version from there on can be rebuilt too.
+    """
+    for info in _ancestors(versions, target.snapshot_id):
+        if info.version <= target.state_version:
+            return min(target.anchor_version, info.anchor_version)
+    return target.anchor_version
 
 
 def _need(info: CommitInfo, target: CommitInfo) -> str:

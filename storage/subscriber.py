@@ -149,8 +149,13 @@ class Subscriber:
         return self._heal(target)
 
     def heal(self, version: int | None = None) -> StagedVersion:
-        """Stage a version from the newest anchor at or before it, whatever is active."""
-        return self._heal(self._target(version, None))
+        """Stage a version from the newest anchor at or before it, whatever is active.
+
+        None means the active version, also if the branch followed by now is another; before the
+        first activation the head. Raises as `stage`.
+        """
+        held = self._active if version is None else None
+        return self._heal(held or self._target(version, None))
 
     def activate(self, staged: StagedVersion) -> Activation:
         """Make a staged version the active one; only changed elements are written.

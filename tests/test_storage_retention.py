@@ -246,7 +246,18 @@ def test_every_kept_version_keeps_its_chain_and_its_replay(
         info = versions[snapshot_id]
         oldest = min(info.anchor_version, info.state_version)
         assert set(range(oldest, info.version + 1)) <= kept.keys()
+    for info in kept.values():
+        assert set(range(info.anchor_version, info.version + 1)) <= kept.keys()
     assert all(reasons for _, reasons in plan.kept)
+
+
+def test_a_version_kept_for_its_trainer_state_can_be_read(tmp_path: Path) -> None:
+    repository = PolicyRepository.create(tmp_path / "s")
+    with Publisher(repository, codec=CountCodec(), anchor_every=3) as publisher:
+        publish_all(publisher, STATES[A:E], state_every=2)
+    ids = snapshot_ids(repository)
+    gc(repository, keep_last=1, dry_run=False)
+    assert rebuildable(repository, ids) == [A, B, C, D]
 
 
 def test_the_graph_shows_forks_and_names(store: PolicyRepository) -> None:

@@ -147,6 +147,16 @@ def test_heal_replaces_the_copy_whatever_it_holds(store: Path) -> None:
     assert subscriber.num_heals == 1
 
 
+def test_heal_restores_the_active_version_while_another_branch_is_awaited(store: Path) -> None:
+    subscriber = follower_at(PolicyRepository.open(store), 5)
+    assert subscriber.tensors is not None
+    subscriber.tensors.bits["scale"][...] ^= 1
+    subscriber.follow("not-there-yet")
+    assert same(subscriber.activate(subscriber.heal()).tensors, STATES[5])
+    with pytest.raises(NotFoundError, match="not-there-yet"):
+        subscriber.heal(6)
+
+
 def test_a_damaged_delta_is_refused_and_healed_at_the_next_anchor(tmp_path: Path) -> None:
     repository = make_store(tmp_path / "s", STATES[:6])
     subscriber = follower_at(repository, 5)
