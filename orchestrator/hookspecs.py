@@ -80,6 +80,10 @@ class ComponentSpecs(Protocol):
     def register_trackers(self) -> list[type[Any]]:
         """Metric sinks (`interfaces.Tracker`)."""
 
+    @hookspec
+    def register_simulators(self) -> list[type[Any]]:
+        """Simulators (`interfaces.Simulator`); `deltaloom simulate NAME`."""
+
 
 class RunSpecs(Protocol):
     """Observation of a run. Driver process, main thread. An exception ends the run, named."""

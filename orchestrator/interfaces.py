@@ -8,6 +8,7 @@ is: listing plugins must stay cheap. Kinds, and where their instances live:
     model                                   training process and every rollout worker
     engine, scorer                          rollout workers
     executor, tracker, verifier, fusion     the driver process
+    simulator                               the command line
 """
 
 from __future__ import annotations
@@ -285,3 +286,37 @@ class FusionPlanner(Component, Protocol):
     """Proposes which nodes of a graph to fuse."""
 
     def plan(self, graph: Graph) -> FusionPlan | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    """A table for people: numbers are shown to four digits, None as a dash."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """What a simulator found: `values` for programs, the rest for people.
+
+    `values` are JSON; `notes` are lines under the tables; `svg` is a picture, empty for none.
+    """
+
+    values: Mapping[str, Any]
+    tables: tuple[ReportTable, ...] = ()
+    notes: tuple[str, ...] = ()
+    svg: str = ""
+
+
+class Simulator(Component, Protocol):
+    """Predicts times and sizes without running anything; the class docstring is its help text.
+
+    Built as `Simulator(config)`. The docstrings under the fields of `Config` are the help of its
+    options.
+    """
+
+    def simulate(self) -> SimulationReport:
+        """A function of the config alone. Raises `ConfigError` for one that cannot be."""
+        ...

@@ -44,6 +44,7 @@ BUNDLED_PLUGINS = (
     "optimizers.nesterov_delay",
     "optimizers.pipemare",
     "optimizers.xpipe",
+    "pipeline.prediction",
     "scorers.function",
     "executors.local",
     "trackers.jsonl",
@@ -61,6 +62,7 @@ KINDS = (
     "fusion_planner",
     "verifier",
     "tracker",
+    "simulator",
 )
 
 

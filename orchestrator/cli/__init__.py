@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import graph_commands, inspect_commands, run_commands, store_commands
+from . import graph_commands, inspect_commands, run_commands, simulate_commands, store_commands
 from .output import guarded_main
 
 app = typer.Typer(
@@ -16,7 +16,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for module in (run_commands, graph_commands, inspect_commands, store_commands):
+for module in (
+    run_commands,
+    graph_commands,
+    inspect_commands,
+    store_commands,
+    simulate_commands,
+):
     module.register(app)
 
 
