@@ -3,8 +3,10 @@
     python -m benchmarks.engine --json [--quick]
 
 Both sample at temperature 1 from one policy, from equal prompts and for an equal number of
-tokens; runs alternate, and the ratio is the median over pairs. `grouped` asks for the same batch
-as groups of one prompt each, which the engine prefills once and generate once a rollout.
+tokens; runs alternate, and the ratio is the median over pairs. `quick-start` has the sizes of
+pipelines/quickstart.py. It and `grouped` ask for the batch as groups of one prompt each, which the
+engine prefills once and generate once a rollout. With two busy threads on two cores any other
+load stalls both sides: measure on a quiet machine.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from deltaloom.plugins.models.transformer import (
 )
 from deltaloom.plugins.torch_support.tensor_bits import policy_tensors
 
+CASE_SECONDS = 30.0
+LEAST_PAIRS = 3
 ALPHABET = "".join(map(chr, range(32, 127)))
 
 
@@ -51,7 +55,11 @@ class Case:
 
 CASES = (
     Case(
-        name="quick-start", num_layers=2, hidden_size=64, num_heads=4, prompt_tokens=8,
+        name="quick-start", num_layers=2, hidden_size=128, num_heads=4, prompt_tokens=5,
+        new_tokens=6, group_size=16,
+    ),
+    Case(
+        name="tiny", num_layers=2, hidden_size=64, num_heads=4, prompt_tokens=8,
         new_tokens=32,
     ),
     Case(
@@ -91,7 +99,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     cases = CASES[:1] if arguments.quick else CASES
-    repeats = 3 if arguments.quick else 7
+    repeats = 3 if arguments.quick else 9
     rows = [measure(case, repeats=repeats) for case in cases]
     payload = {"threads": arguments.threads, "repeats": repeats, "cases": rows}
     write_result("engine_quick" if arguments.quick else "engine", payload)
@@ -106,15 +114,21 @@ def main() -> None:
 
 
 def measure(case: Case, *, repeats: int) -> dict[str, Any]:
-    """Alternate both sides `repeats` times after a warm-up."""
+    """Alternate both sides after a warm-up: `repeats` times, fewer where time runs out."""
     model = make_model(case)
     module = _with_preferences(model.build(seed=0))
     ours, theirs = _engine_run(case, model, module), _generate_run(case, module)
     ours(), theirs()
-    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(repeats)]
+    started = time.perf_counter()
+    pairs = []
+    while len(pairs) < LEAST_PAIRS or (
+        len(pairs) < repeats and time.perf_counter() - started < CASE_SECONDS
+    ):
+        pairs.append((_seconds(ours), _seconds(theirs)))
     num_tokens = case.batch_size * case.new_tokens
     return {
         **asdict(case),
+        "pairs": len(pairs),
         "parameters": sum(p.numel() for p in module.parameters()),
         "engine_tokens_per_second": num_tokens / statistics.median(a for a, _ in pairs),
         "generate_tokens_per_second": num_tokens / statistics.median(b for _, b in pairs),

@@ -118,9 +118,14 @@ def close_row(
         reasons["invalid: lost"] += missing
     invalid = sum(n for why, n in reasons.items() if why.startswith("invalid"))
     dropped = sum(n for why, n in reasons.items() if why.startswith("drop"))
-    filled = replace(row, **_content(scored))
     return replace(
-        filled, stage="closed", trained=trained, dropped=dropped, invalid=invalid, reasons=reasons
+        row,
+        stage="closed",
+        trained=trained,
+        dropped=dropped,
+        invalid=invalid,
+        reasons=reasons,
+        **_content(scored),
     )
 
 
@@ -183,9 +188,10 @@ def _content(scored: ScoredGroup) -> dict[str, Any]:
     rollouts = scored.group.rollouts
     rewards = [score.value for score in scored.scores if score.value is not None]
     tokens = np.concatenate([*(r.tokens for r in rollouts), np.zeros(0, np.int32)])
+    oldest, newest = scored.group.version_span
     return {
-        "oldest_version": scored.group.oldest_version,
-        "newest_version": scored.group.newest_version,
+        "oldest_version": oldest,
+        "newest_version": newest,
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "reward_std": float(np.std(rewards)) if rewards else None,
         "num_tokens": int(tokens.size),

@@ -94,12 +94,18 @@ class RolloutGroup:
     rollout."""
 
     @property
+    def version_span(self) -> tuple[int, int]:
+        """The oldest and newest version that produced a token of the group; zeros without one."""
+        versions = np.concatenate([np.zeros(0, np.int32), *(r.versions for r in self.rollouts)])
+        return (int(versions.min()), int(versions.max())) if versions.size else (0, 0)
+
+    @property
     def oldest_version(self) -> int:
-        return min((int(r.versions.min()) for r in self.rollouts if r.num_tokens), default=0)
+        return self.version_span[0]
 
     @property
     def newest_version(self) -> int:
-        return max((int(r.versions.max()) for r in self.rollouts if r.num_tokens), default=0)
+        return self.version_span[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import islice, pairwise
+from typing import Any, Final, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,12 @@ from .types import (
     RolloutGroup,
     ScoredGroup,
     ScoreResult,
+    ScoreStatus,
 )
 
 Arrays = dict[str, npt.NDArray[Any]]
 T = TypeVar("T")
+_STATUSES: Final[tuple[ScoreStatus, ...]] = get_args(ScoreStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,18 @@ def unpack_groups(data: bytes) -> list[RolloutGroup]:
 
 def pack_scored(scored: Sequence[ScoredGroup]) -> bytes:
     values, arrays = _groups_columns([item.group for item in scored])
-    scores = [[_score_json(score) for score in item.scores] for item in scored]
-    return pack({"groups": values, "scores": scores}, arrays)
+    scores = [score for item in scored for score in item.scores]
+    plain = {"groups": values, "sizes": [len(item.scores) for item in scored]}
+    return pack(plain | {"words": _score_words(scores)}, arrays | _score_columns(scores))
 
 
 def unpack_scored(data: bytes) -> list[ScoredGroup]:
     values, arrays = unpack(data)
     groups = _groups(values["groups"], arrays)
+    scores = iter(_scores(values["words"], arrays))
     return [
-        ScoredGroup(group=group, scores=tuple(_score(item) for item in scores))
-        for group, scores in zip(groups, values["scores"], strict=True)
+        ScoredGroup(group=group, scores=tuple(islice(scores, size)))
+        for group, size in zip(groups, values["sizes"], strict=True)
     ]
 
 
@@ -121,6 +126,43 @@ def _score(data: Mapping[str, Any]) -> ScoreResult:
     )
 
 
+def _score_columns(scores: Sequence[ScoreResult]) -> Arrays:
+    """What every score has, as columns; a score without a value has NaN in its place."""
+    return {
+        "score_status": np.array([_STATUSES.index(s.status) for s in scores], dtype=np.uint8),
+        "score_valued": np.array([s.value is not None for s in scores], dtype=np.bool_),
+        "score_values": np.array(
+            [np.nan if s.value is None else s.value for s in scores], dtype=np.float64
+        ),
+    }
+
+
+def _score_words(scores: Sequence[ScoreResult]) -> list[list[Any]]:
+    """What few scores have: [position, reason, parts]."""
+    return [
+        [position, score.reason, dict(score.parts)]
+        for position, score in enumerate(scores)
+        if score.reason or score.parts
+    ]
+
+
+def _scores(words: Sequence[Sequence[Any]], arrays: Mapping[str, Any]) -> list[ScoreResult]:
+    columns = (arrays[f"score_{name}"].tolist() for name in ("status", "valued", "values"))
+    said = {position: (reason, parts) for position, reason, parts in words}
+    scores = []
+    for position, (status, valued, value) in enumerate(zip(*columns, strict=True)):
+        reason, parts = said.get(position, ("", {}))
+        scores.append(
+            ScoreResult(
+                status=_STATUSES[status],
+                value=value if valued else None,
+                reason=reason,
+                parts=parts,
+            )
+        )
+    return scores
+
+
 def _groups_columns(groups: Sequence[RolloutGroup]) -> tuple[list[dict[str, Any]], Arrays]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = [
@@ -158,6 +200,7 @@ def _groups(values: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> l
         for name, column in arrays.items()
         if name.startswith("extra.")
     }
+    seeds = arrays["seeds"].tolist()
     groups = []
     row = 0
     for value in values:
@@ -172,7 +215,7 @@ def _groups(values: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> l
                 logprobs=logprobs[index],
                 versions=versions[index],
                 finish=_finish(finish),
-                seed=int(arrays["seeds"][index]),
+                seed=seeds[index],
             )
             for index, text, finish in zip(rows, value["texts"], value["finish"], strict=True)
         )
@@ -203,4 +246,5 @@ def _lengths(parts: Sequence[npt.NDArray[Any]]) -> Int32Array:
 
 
 def _split(flat: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    return np.split(flat, np.cumsum(lengths)[:-1]) if lengths.size else []
+    ends = [0, *np.cumsum(lengths).tolist()]
+    return [flat[first:last] for first, last in pairwise(ends)]

@@ -7,6 +7,7 @@ while reading is left to zarr: the functions then return None.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 import zstandard
+from zarr.abc.store import Store
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
@@ -37,15 +39,17 @@ class Vector:
 
 
 def put_vectors(
-    root: zarr.Group, vectors: Sequence[Vector], *, root_attributes: Mapping[str, Any] | None = None
+    store: Store, vectors: Sequence[Vector], *, root_attributes: Mapping[str, Any] | None = None
 ) -> None:
     """Write vectors, making the groups above them, and then the root's attributes, if given."""
 
     async def write() -> None:
-        for vector in vectors:
-            await _put_vector(root.store, vector)
+        writes = [_put_vector(store, vector) for vector in vectors]
+        for outcome in await asyncio.gather(*writes, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         if root_attributes is not None:
-            await _put_group(root.store, "zarr.json", root_attributes)
+            await _put_group(store, "zarr.json", root_attributes)
 
     sync(write())
 
@@ -62,13 +66,9 @@ def put_single_chunk(
     sync(_put_array(root.store, path, document, {key: packed} if array.size else {}))
 
 
-def get_vector(
-    root: zarr.Group, path: str
-) -> tuple[Mapping[str, Any], npt.NDArray[np.uint8]] | None:
+def get_vector(store: Store, path: str) -> tuple[Mapping[str, Any], npt.NDArray[np.uint8]] | None:
     """Attributes and bytes of a uint8 vector; None when zarr has to look at it."""
-    found: tuple[Mapping[str, Any], npt.NDArray[np.uint8]] | None = sync(
-        _get_vector(root.store, path)
-    )
+    found: tuple[Mapping[str, Any], npt.NDArray[np.uint8]] | None = sync(_get_vector(store, path))
     return found
 
 
@@ -89,15 +89,21 @@ async def _put_vector(store: Any, vector: Vector) -> None:
 async def _put_array(
     store: Any, path: str, document: Mapping[str, Any], chunks: Mapping[str, bytes]
 ) -> None:
+    if await store.exists(f"{path}/zarr.json"):
+        await store.delete_dir(path)
+    else:
+        await _put_parents(store, path)
+    await store.set(f"{path}/zarr.json", _buffer(_json(document)))
+    for key, chunk in chunks.items():
+        await store.set(f"{path}/{key}", _buffer(chunk))
+
+
+async def _put_parents(store: Any, path: str) -> None:
     parents = path.split("/")[:-1]
     for depth in range(1, len(parents) + 1):
         key = f"{'/'.join(parents[:depth])}/zarr.json"
         if not await store.exists(key):
             await _put_group(store, key, {})
-    await store.delete_dir(path)
-    await store.set(f"{path}/zarr.json", _buffer(_json(document)))
-    for key, chunk in chunks.items():
-        await store.set(f"{path}/{key}", _buffer(chunk))
 
 
 async def _put_group(store: Any, key: str, attributes: Mapping[str, Any]) -> None:

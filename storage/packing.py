@@ -35,6 +35,7 @@ ALIGNMENT: Final = 64
 _PREFIX: Final = struct.Struct("<8sIIQ16s")
 _KINDS: Final = "biuf"
 _FLOAT_KEY: Final = "$float"
+_SCALARS: Final = (str, int)
 
 Values = Any
 """A JSON tree: None, bool, int, float (also nan and inf), str, list, dict with str keys."""
@@ -162,21 +163,47 @@ def load_plain(text: bytes | str) -> Values:
 
 def to_plain(tree: Values, *, path: str = "values") -> Values:
     """The tree with only plain, finite JSON types, as `canonical_json` writes it."""
-    if tree is None or isinstance(tree, bool | int | str):
+    try:
+        return _plain(tree)
+    except TypeError:
+        _refuse(tree, path)
+        raise
+
+
+def _plain(tree: Values) -> Values:
+    """`to_plain` of a tree; `TypeError` if some part of it has no JSON form."""
+    if tree is None or isinstance(tree, _SCALARS):
         return tree
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {_FLOAT_KEY: repr(tree)}
-    if isinstance(tree, np.generic):
-        return to_plain(tree.item(), path=path)
     if isinstance(tree, list | tuple):
-        return [to_plain(item, path=f"{path}[{i}]") for i, item in enumerate(tree)]
+        return [_plain(item) for item in tree]
     if isinstance(tree, Mapping):
-        return {_key(key, path): to_plain(tree[key], path=f"{path}.{key}") for key in tree}
-    raise InputError(
-        f"{path} must be JSON (None, bool, int, float, str, list, dict), "
-        f"got {type(tree).__name__}.",
-        code=ErrorCode.INVALID_ARGUMENT,
-    )
+        if not all(map(_is_key, tree)):
+            raise TypeError
+        return {key: _plain(item) for key, item in tree.items()}
+    if isinstance(tree, np.generic):
+        return _plain(tree.item())
+    raise TypeError
+
+
+def _refuse(tree: Values, path: str) -> None:
+    """Raise `InputError` naming the first part of the tree that has no JSON form."""
+    if isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            _refuse(item, f"{path}[{index}]")
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            _check_key(key, path)
+            _refuse(item, f"{path}.{key}")
+    elif isinstance(tree, np.generic):
+        _refuse(tree.item(), path)
+    elif tree is not None and not isinstance(tree, (*_SCALARS, float)):
+        raise InputError(
+            f"{path} must be JSON (None, bool, int, float, str, list, dict), "
+            f"got {type(tree).__name__}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
 
 
 def from_plain(tree: Values) -> Values:
@@ -185,18 +212,21 @@ def from_plain(tree: Values) -> Values:
         return [from_plain(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    if tree.keys() == {_FLOAT_KEY}:
+    if len(tree) == 1 and _FLOAT_KEY in tree:
         return float(tree[_FLOAT_KEY])
     return {key: from_plain(item) for key, item in tree.items()}
 
 
-def _key(key: Any, path: str) -> str:
-    if isinstance(key, str) and key != _FLOAT_KEY:
-        return key
-    raise InputError(
-        f"{path} must have str keys other than {_FLOAT_KEY!r}, got {key!r}.",
-        code=ErrorCode.INVALID_ARGUMENT,
-    )
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) and key != _FLOAT_KEY
+
+
+def _check_key(key: Any, path: str) -> None:
+    if not _is_key(key):
+        raise InputError(
+            f"{path} must have str keys other than {_FLOAT_KEY!r}, got {key!r}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
 
 
 def _refuse_constant(name: str) -> float:

@@ -349,12 +349,14 @@ class Publisher:
         transaction.write(content)
         self._faults("written")
         try:
-            return self._repository.info(transaction.commit(content))
+            snapshot_id = transaction.commit(content)
         except ConflictError:
             committed = self._own_commit(content)
             if committed is None:
                 raise
             return committed
+        ref = VersionRef(version=content.record.version, snapshot_id=snapshot_id)
+        return self._repository.find(ref) or self._repository.info(snapshot_id)
 
     def _own_commit(self, content: VersionContent) -> CommitInfo | None:
         """The head, if it is this very commit: its acknowledgement was lost on the way, and the

@@ -116,7 +116,7 @@ def _read_payload_group(
     repository: PolicyRepository, info: CommitInfo, group: str, digest: str
 ) -> bytes:
     where = repository.where(info)
-    _, arrays = read_group(repository.root(info), group, digest=digest, where=where)
+    _, arrays = read_group(repository.store(info), group, digest=digest, where=where)
     if set(arrays) != {PAYLOAD_COLUMN}:
         raise IntegrityError(
             f"{group} of {where} must have one column {PAYLOAD_COLUMN!r}, got {sorted(arrays)}.",

@@ -14,6 +14,7 @@ from typing import Any, Self
 import icechunk
 import numpy.typing as npt
 import zarr
+from zarr.abc.store import Store
 
 from .backend import translated
 from .bits import PolicyTensors, TensorSpec
@@ -225,7 +226,7 @@ class PolicyRepository:
                 f"{sorted(info.record.tables)}.",
                 code=ErrorCode.VERSION_NOT_FOUND,
             )
-        return read_group(self.root(info), table, digest=digest, where=self.where(info))
+        return read_group(self.store(info), table, digest=digest, where=self.where(info))
 
     def read_state(
         self, ref: Ref, *, branch: str = DEFAULT_BRANCH
@@ -236,7 +237,7 @@ class PolicyRepository:
         """
         info = self.info(ref, branch=branch)
         return read_group(
-            self.root(info),
+            self.store(info),
             STATE_GROUP,
             digest=info.record.trainer_digest,
             where=self.where(info),
@@ -266,14 +267,13 @@ class PolicyRepository:
 
     def root(self, info: CommitInfo) -> zarr.Group:
         """The version's Zarr tree, read-only."""
-        with translated(
-            f"open version {info.version}",
-            location=self.location,
-            absent=IntegrityError,
-            absent_code=ErrorCode.OBJECT_MISSING,
-        ):
-            session = self._backend.readonly_session(snapshot_id=info.snapshot_id)
-            return zarr.open_group(session.store, mode="r")
+        with self._opening(info):
+            return zarr.open_group(self.store(info), mode="r")
+
+    def store(self, info: CommitInfo) -> Store:
+        """The keys of the version's Zarr tree, read-only."""
+        with self._opening(info):
+            return self._backend.readonly_session(snapshot_id=info.snapshot_id).store
 
     def where(self, info: CommitInfo) -> str:
         """How messages name a version."""
@@ -432,6 +432,14 @@ class PolicyRepository:
                 f"cannot {action}: {self.location} was opened read-only.",
                 code=ErrorCode.INVALID_ARGUMENT,
             )
+
+    def _opening(self, info: CommitInfo) -> Any:
+        return translated(
+            f"open version {info.version}",
+            location=self.location,
+            absent=IntegrityError,
+            absent_code=ErrorCode.OBJECT_MISSING,
+        )
 
     def _looking_up(self, action: str) -> Any:
         return translated(action, location=self.location)

@@ -258,7 +258,9 @@ class Subscriber:
         wanted = max(v for v in (version, minimum, 0) if v is not None)
         if head is None or head.version < wanted:
             raise self._not_there(wanted, head, waited_seconds=0)
-        return head if version is None else self._repository.info(version, branch=self._branch)
+        if version is None or version == head.version:
+            return head
+        return self._repository.info(version, branch=self._branch)
 
     def _find_head(self) -> CommitInfo | None:
         if self._active is None and not self._repository.has_branch(self._branch):

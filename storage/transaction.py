@@ -9,6 +9,7 @@ from typing import Any
 import icechunk
 import numpy as np
 import zarr
+from zarr.abc.store import Store
 
 from .backend import translated
 from .bits import PolicyTensors, TensorSpec
@@ -77,8 +78,7 @@ class Transaction:
             absent_code=ErrorCode.BACKEND_UNAVAILABLE,
             needed_bytes=content.num_bytes,
         ):
-            root = zarr.open_group(self._session.store, mode="r+")
-            _write_content(root, content)
+            _write_content(self._session.store, content)
 
     def commit(self, content: VersionContent) -> str:
         """Move the branch to the new version; returns its snapshot id.
@@ -99,15 +99,21 @@ class Transaction:
             )
 
 
-def _write_content(root: zarr.Group, content: VersionContent) -> None:
+def _write_content(store: Store, content: VersionContent) -> None:
+    tensors = tensors_to_tree(content.specs, content.digests)
+    if content.stale_groups or content.record.is_anchor:
+        _write_groups(zarr.open_group(store, mode="r+"), content, tensors)
+    put_vectors(store, _vectors(content), root_attributes=_root_attributes(content, tensors))
+
+
+def _write_groups(root: zarr.Group, content: VersionContent, tensors: list[Any]) -> None:
+    """What differs from a plain delta: groups to remove, and the anchor."""
     for group in content.stale_groups:
         del root[group]
-    tensors = tensors_to_tree(content.specs, content.digests)
     if content.anchor is not None:
         write_anchor(root, content.anchor)
     if content.record.is_anchor:
         set_anchor_attributes(root, _anchor_attributes(content, tensors))
-    put_vectors(root, _vectors(content), root_attributes=_root_attributes(content, tensors))
 
 
 def _vectors(content: VersionContent) -> list[Vector]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 import zarr
+from zarr.abc.store import Store
 from zarr.codecs import ZstdCodec
 
 from .backend import translated
@@ -61,7 +62,7 @@ def pack_group(values: Values, arrays: Arrays) -> PackedGroup:
 
 def write_group(root: zarr.Group, path: str, group: PackedGroup, *, compress: bool) -> None:
     """Write a packed group, replacing what was there."""
-    put_vectors(root, [group_vector(path, group, compress=compress)])
+    put_vectors(root.store, [group_vector(path, group, compress=compress)])
 
 
 def group_vector(path: str, group: PackedGroup, *, compress: bool) -> Vector:
@@ -75,7 +76,7 @@ def group_vector(path: str, group: PackedGroup, *, compress: bool) -> Vector:
 
 
 def read_group(
-    root: zarr.Group, path: str, *, digest: str, where: str
+    store: Store, path: str, *, digest: str, where: str
 ) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
     """Values and arrays of a packed group, checked against the digest in the version's record.
 
@@ -83,8 +84,10 @@ def read_group(
     """
     path = f"{path}/{DATA_ARRAY}"
     with _reading(path, where):
-        attributes, data = get_vector(root, path) or (None, None)
+        attributes, data = get_vector(store, path) or (None, None)
     if attributes is None or data is None:
+        with _reading(path, where):
+            root = zarr.open_group(store, mode="r")
         attributes, data = _read_vector(root, path, where=where)
     packed = attributes.get(PACKED_KEY)
     if not isinstance(packed, dict):

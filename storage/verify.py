@@ -105,7 +105,7 @@ def _check_tables(repository: PolicyRepository, info: CommitInfo) -> None:
 def _check_state(repository: PolicyRepository, info: CommitInfo) -> None:
     if info.state_version == info.version:
         digest, where = info.record.trainer_digest, repository.where(info)
-        read_group(repository.root(info), STATE_GROUP, digest=digest, where=where)
+        read_group(repository.store(info), STATE_GROUP, digest=digest, where=where)
 
 
 def _check_anchor(repository: PolicyRepository, info: CommitInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,18 @@ def test_different_tensor_sets_are_refused(kind: type[Any]) -> None:
     with pytest.raises(InputError) as caught:
         codec.encode(old, new, history=codec.start_history(old.specs))
     assert caught.value.code == ErrorCode.TENSOR_SET_MISMATCH
+
+
+def test_a_copied_history_moves_alone(real_states: list[PolicyTensors]) -> None:
+    codec = context.ContextCodec()
+    old, new = real_states[:2]
+    history = codec.start_history(old.specs)
+    twin = copy.deepcopy(history)
+    start = history.digest()
+    codec.advance(twin, old, diff(old, new))
+    assert history.digest() == start
+    codec.advance(history, old, diff(old, new))
+    assert history.digest() == twin.digest() != start
 
 
 def test_the_context_codec_refuses_a_foreign_history() -> None:

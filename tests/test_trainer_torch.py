@@ -17,7 +17,7 @@ from deltaloom.orchestrator.batching import build_batch
 from deltaloom.orchestrator.errors import ConfigError, RunError
 from deltaloom.orchestrator.types import SamplingParams, TrainBatch, TrainerState
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
-from deltaloom.plugins.optimizers.adamw import AdamWConfig
+from deltaloom.plugins.optimizers.adamw import AdamW, AdamWConfig
 from deltaloom.plugins.torch_support.tensor_bits import load_policy
 from deltaloom.plugins.trainers.torch_trainer import TorchTrainer, TorchTrainerConfig
 
@@ -384,3 +384,33 @@ def _assert_same_state(a: TrainerState, b: TrainerState) -> None:
     assert a.arrays.keys() == b.arrays.keys()
     for name, array in a.arrays.items():
         assert array.tobytes() == b.arrays[name].tobytes(), name
+
+
+def test_training_does_not_load_the_compiler() -> None:
+    code = """
+import sys
+from deltaloom.plugins.optimizers.adamw import AdamW, AdamWConfig
+import torch
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = AdamW(AdamWConfig(warmup_steps=2)).build([("weight", weight)])
+weight.square().sum().backward()
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+assert float(weight.detach()[0]) < 1, weight
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_eager_optimizer_steps_as_torchs_own() -> None:
+    config = AdamWConfig(lr=1e-2, weight_decay=0.1)
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    own = AdamW(config).build([("weight", ours)])
+    plain = torch.optim.AdamW(
+        [theirs], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.1, fused=True
+    )
+    for step in range(4):
+        for optimizer, weight in ((own, ours), (plain, theirs)):
+            weight.grad = torch.cos(torch.arange(64.0) + step)
+            optimizer.step()
+    assert torch.equal(ours, theirs)

@@ -53,10 +53,10 @@ class AdamW:
 
     def build(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
         """The update rule over these parameters, as one group."""
-        import torch
+        from ..torch_support.eager import EagerAdamW
 
         config = self._config
-        optimizer = torch.optim.AdamW(
+        optimizer = EagerAdamW(
             [tensor for _, tensor in parameters],
             lr=config.lr,
             betas=config.betas,

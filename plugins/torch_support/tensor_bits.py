@@ -97,16 +97,19 @@ def load_policy(module: nn.Module, policy: PolicyTensors) -> None:
 
 
 def apply_policy_changes(module: nn.Module, policy: PolicyTensors, changes: Changes) -> None:
-    """Write only the changed elements; the module must hold the state they start from."""
+    """Write the changed elements; the module must hold the state they start from.
+
+    `policy` is the state they lead to: tensors most of which changed are copied whole from it.
+    """
     targets = stored_tensors(module)
     dtypes = {spec.name: dtype_named(spec.dtype) for spec in policy.specs}
     with torch.no_grad():
         for name, change in changes.items():
             flat = targets[name].view(-1)
-            values = bits_to_tensor(change.values.reshape(-1), dtypes[name]).to(flat.dtype)
-            if change.indices is None:
-                flat.copy_(values)
+            if change.indices is None or 4 * change.num_changed > flat.numel():
+                flat.copy_(bits_to_tensor(policy.bits[name], dtypes[name]).view(-1))
             else:
+                values = bits_to_tensor(change.values.reshape(-1), dtypes[name]).to(flat.dtype)
                 flat.index_copy_(0, array_to_tensor(change.indices), values)
 
 

@@ -6,6 +6,7 @@ advancing costs time in proportion to the changes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -49,6 +50,14 @@ class TensorHistory:
         self.weights = np.zeros(rows, np.int64)
         self.sums = np.zeros(columns, np.int64)
         self.numbers = np.zeros(columns, np.int64)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorHistory:
+        """Copies of the arrays alone; followers copy a history for every version."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(twin, name, value.copy())
+        return twin
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         """Everything that makes up this history."""
@@ -169,20 +178,24 @@ def record_changes(
     Returns how many count for rows: first changes of elements with an exponent that has a rate.
     """
     columns = sums.size
-    counted = 0
+    counted, row, end = 0, 0, 0
     for turn in range(indices.size):
         at = indices[turn]
+        if columns > 0 and at >= end:
+            row = at // columns
+            end = (row + 1) * columns
         moved = to_ordered(int64(values[turn])) - to_ordered(int64(old[at]))
         if moved == 0:
             continue
         up = UP_BIT if moved > 0 else 0
         if columns > 0 and past[at] == 0 and rates[(int64(old[at]) >> shift) & mask] > 0:
-            events[at // columns] += ROW_UNIT
+            events[row] += ROW_UNIT
             counted += 1
         past[at] = step | up
         if columns > 0:
-            sums[at % columns] += 1 if moved > 0 else -1
-            numbers[at % columns] += 1
+            column = at - end + columns
+            sums[column] += 1 if moved > 0 else -1
+            numbers[column] += 1
     return counted
 
 

@@ -29,6 +29,8 @@ SPARSE: Final = 2
 DENSE: Final = 3
 STORED: Final = 4
 LEVEL: Final = 3
+DENSE_LEVEL: Final = 1
+"""Planes of dense differences have no repeats worth searching: smaller and faster than level 3."""
 
 Found = tuple[npt.NDArray[np.int64], BitArray]
 """Indices and new bits of the changed elements."""
@@ -41,7 +43,7 @@ def encode_plain(old: BitArray, new: BitArray, indices: npt.NDArray[np.int64]) -
         forms.append(_encode_sparse(old, new, indices))
     if 16 * indices.size > new.size:
         planes = _planes(fold(old, new))
-        forms.append(bytes([DENSE]) + compress(planes, level=LEVEL))
+        forms.append(bytes([DENSE]) + compress(planes, level=DENSE_LEVEL))
     return min(forms, key=len)
 
 
@@ -121,4 +123,7 @@ def _planes(values: BitArray) -> bytes:
 
 def _from_planes(planes: bytes, like: BitArray) -> BitArray:
     rows = np.frombuffer(planes, np.uint8).reshape(like.itemsize, -1)
-    return vector(np.ascontiguousarray(rows.T).tobytes(), like.dtype)
+    mixed = np.empty((rows.shape[1], like.itemsize), np.uint8)
+    for place, row in enumerate(rows):
+        mixed[:, place] = row  # several times faster than copying the transposed rows
+    return vector(mixed.reshape(-1).data, like.dtype)
