@@ -120,7 +120,7 @@ def measure(case: Case, *, repeats: int) -> dict[str, Any]:
     ours, theirs = _engine_run(case, model, module), _generate_run(case, module)
     ours(), theirs()
     started = time.perf_counter()
-    pairs = []
+    pairs: list[tuple[float, float]] = []
     while len(pairs) < LEAST_PAIRS or (
         len(pairs) < repeats and time.perf_counter() - started < CASE_SECONDS
     ):
