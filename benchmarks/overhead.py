@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quick", action="store_true", help="fewer steps; result not kept")
     options = parser.parse_args(arguments)
-    rounds, num_steps = (1, 40) if options.quick else (3, 120)
+    rounds, num_steps = (1, 40) if options.quick else (3, 80)
     result = measure(rounds=rounds, num_steps=num_steps)
     if not options.quick:
         write_result("overhead", result)
