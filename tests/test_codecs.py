@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from itertools import pairwise
 from pathlib import Path
@@ -103,12 +102,12 @@ def test_history_makes_later_deltas_smaller(real_states: list[PolicyTensors]) ->
     assert len(with_history) < len(without)
 
 
-def test_payloads_of_context_version_1_stay_readable(real_states: list[PolicyTensors]) -> None:
+def test_payloads_of_context_version_2_stay_readable(real_states: list[PolicyTensors]) -> None:
     codec = context.ContextCodec()
-    assert codec.version == 1
+    assert codec.version == 2
     kept = codec.start_history(real_states[0].specs)
     for step, (old, new) in enumerate(pairwise(real_states), start=1):
-        payload = (SMALL_DELTAS / f"context-v1-step{step}.bin").read_bytes()
+        payload = (SMALL_DELTAS / f"context-v2-step{step}.bin").read_bytes()
         changes = codec.decode(payload, old, history=kept)
         assert changes_equal(changes, diff(old, new))
         codec.advance(kept, old, changes)
@@ -347,18 +346,15 @@ class TestForgedPayloads:
     def test_a_model_that_does_not_fit_the_tensor_is_refused(
         self, row_prior: int, column_prior: int, level: int
     ) -> None:
-        model = segment.SegmentModel(
-            level=level,
-            residuals=(0,) * segment.NUM_RESIDUALS,
-            row_prior=row_prior,
-            column_prior=column_prior,
+        rates = np.zeros(segment.NUM_RATES, np.int64)
+        rates[segment.RATE_LEVEL] = level
+        rates[segment.RATE_ROWS], rates[segment.RATE_COLUMNS] = row_prior, column_prior
+        state, buffer = coder.new_state(decoding=False, length=64), np.zeros(64, np.uint8)
+        registers, _ = coder.code_adaptive(
+            coder.load(state), buffer, model := contexts.new_model(), contexts.UNCHANGED_FLAG, 0
         )
-        state = coder.new_state(decoding=False, length=64)
-        buffer = np.zeros(64, np.uint8)
-        with contextlib.suppress(ValueError):
-            segment.code_model(
-                state, buffer, contexts.new_model(), model, level=segment.START_LEVEL
-            )
+        registers, _ = segment.code_rates(registers, buffer, model, rates, segment.START_LEVEL)
+        coder.store(state, registers)
         stream = buffer[: coder.finish_encoding(state, buffer)].tobytes()
         section = bytes([1, 5]) + stream
         old = policy({"vector": ("bfloat16", np.zeros(100, np.uint16))})
@@ -413,16 +409,16 @@ def test_an_edit_of_any_kernel_source_forgets_all_compiled_kernels(tmp_path: Pat
     assert not compiled.exists()
 
 
-def test_a_rate_law_is_coded_the_same_by_table_and_by_shift() -> None:
-    model = segment.SegmentModel(
-        level=457, residuals=(0,) * segment.NUM_RESIDUALS, row_prior=0, column_prior=0
-    )
-    scale, cold_from, has_table = segment.law_parameters(model)
-    assert has_table == 0
-    for place in range(segment.NUM_RESIDUALS):
-        field = model.knee + place
-        expected = segment.hazard_at(4 * field - model.level)
-        assert expected == (0 if field < cold_from else max(scale >> place, 1))
+def test_hazards_halve_with_each_exponent_above_the_knee() -> None:
+    rates = np.zeros(segment.NUM_RATES, np.int64)
+    rates[segment.RATE_LEVEL] = 457
+    lookup = np.zeros(256, np.uint32)
+    segment.fill_lookup(rates, lookup)
+    cold = np.flatnonzero(lookup != contexts.HOT_MARK)
+    assert cold[0] == 118
+    assert lookup[cold[0]] == 2**26 * 2 ** (457 / 4 - 118) // 1
+    assert all(lookup[field] == max(lookup[118] >> (field - 118), 1) for field in range(118, 130))
+    assert (lookup[:118] == contexts.HOT_MARK).all()
 
 
 def round_trip_changes(codec: DeltaCodec, old: PolicyTensors, new: PolicyTensors, kept: Any) -> Any:

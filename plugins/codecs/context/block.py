@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .._framing import corrupt, put_varint
 from .coder import (
     FAULT,
+    FAULT_MODEL,
     FAULT_NONE,
     finish_encoding,
     is_canonical,
@@ -19,34 +20,35 @@ from .coder import (
     start_decoding,
 )
 from .contexts import new_model
-from .estimate import MAX_SCORED, fit_column_prior, fit_model, fit_row_prior, population
+from .estimate import fit_rates
 from .history import TensorHistory
-from .jit import I8, kernel, read_only, writable
+from .jit import I8, int64, kernel, read_only, uint64, writable
 from .layout import Block, SegmentRange
 from .plain import decode_plain, encode_plain
-from .positions import CHUNK, NUM_FACTS, RUN, WORK_SIZE
-from .segment import (
-    COLUMN_PRIORS,
-    ROW_PRIORS,
-    START_LEVEL,
-    SegmentModel,
-    code_changes,
-    code_model,
-    hazard_lookup,
-    law_parameters,
-    window_base,
+from .positions import (
+    BASE,
+    CHUNK,
+    COLUMNS,
+    HAS_ROWS,
+    LEVEL,
+    MASK,
+    NUM_FACTS,
+    NUM_RUNS,
+    RUN,
+    SHIFT,
 )
+from .segment import NO_BASE, NUM_RATES, RATE_LEVEL, START_LEVEL, code_segment
 
 MODELLED: Final = 1
 MAX_COUNT_BYTES: Final = 4
 SLACK_BYTES: Final = 4096
 PLAIN_WORTH_TRYING: Final = 4
 
-Stream = tuple[Any, Any, Any]
-"""Registers, bytes and contexts of a range-coded stream."""
-
 BITS = read_only("uint16")
-SKIP: Final = 32
+WORDS = read_only("uint64")
+SKIP: Final = 8
+"""Words of four elements that are compared at a time."""
+ROOM: Final = 4 * SKIP + 4
 USUAL_SHARE: Final = 32
 
 
@@ -65,84 +67,110 @@ class Piece:
         return self.history.past[self.where.first : self.where.last]
 
     @property
+    def words(self) -> Any:
+        """The history bytes, eight at a time; a segment starts at a multiple of eight."""
+        return self.history.words[self.where.first // RUN : -(-self.where.last // RUN)]
+
+    @property
     def rows(self) -> slice:
         """The rows of the tensor's grid that the segment covers."""
         columns = self.history.grid.columns
         return slice(self.where.first // columns, -(-self.where.last // columns))
 
 
-def segment_facts(
-    piece: Piece, model: SegmentModel, *, base: int, ages: Any
-) -> npt.NDArray[np.int64]:
-    """The `facts` vector of a segment: a working copy of what coding it reads and updates."""
-    history = piece.history
-    vectors = (
-        history.events[piece.rows],
-        history.expected[piece.rows],
-        history.sums,
-        history.numbers,
-    )
-    starts = NUM_FACTS + np.cumsum([0, *(vector.size for vector in vectors[:-1])])
-    scale, cold_from, has_table = law_parameters(model)
-    parameters = (
-        history.format.shift,
-        history.format.mask,
-        base,
-        history.grid.columns,
-        ROW_PRIORS[model.row_prior],
-        COLUMN_PRIORS[model.column_prior],
-    )
-    law = (scale, cold_from, has_table, model.knee)
-    return np.concatenate([parameters, starts, law, ages, *vectors]).astype(np.int64)
+class Coder:
+    """A range-coded stream with its contexts and the work space of one block."""
 
-
-class Scratch:
-    """Work space of one block."""
-
-    def __init__(self) -> None:
-        words = np.zeros(CHUNK // RUN, np.uint64)
-        self.arrays = (
-            np.zeros(CHUNK, np.uint32),
-            np.zeros(CHUNK // RUN, np.uint32),
-            words.view(np.uint8),
-            words,
-            np.zeros(WORK_SIZE, np.int32),
+    def __init__(self, ages: Any, buffer: Any, *, decoding: bool) -> None:
+        self.buffer = buffer
+        self.state = new_state(decoding=decoding, length=buffer.size)
+        self._stream = (self.state, buffer, new_model())
+        self._ages = ages
+        self._facts = np.zeros(NUM_FACTS, np.int64)
+        self._facts[LEVEL], self._facts[BASE] = START_LEVEL, NO_BASE
+        self._space = (
+            np.zeros(256, np.uint32),
+            np.zeros(NUM_RUNS, np.uint32),
+            np.zeros(NUM_RUNS, np.int64),
+            np.zeros(CHUNK, np.int64),
+            np.zeros(CHUNK, np.uint16),
         )
-        """Hazards, their sums by eight, flags of hot elements, those by eight, and lists."""
+
+    @property
+    def level(self) -> int:
+        """The rate level of the last changed segment."""
+        return int(self._facts[LEVEL])
+
+    def code(
+        self, piece: Piece, rates: Any, indices: Any, values: Any, first: int, last: int
+    ) -> int:
+        """Code the changes `indices[first:last]` of a piece; returns where it stopped."""
+        history, grid = piece.history, piece.history.grid
+        self._facts[SHIFT], self._facts[MASK] = history.format.shift, history.format.mask
+        self._facts[COLUMNS], self._facts[HAS_ROWS] = grid.columns, grid.has_rows
+        vectors = (
+            history.events[piece.rows].copy(),
+            history.expected[piece.rows].copy(),
+            history.sums.copy(),
+            history.numbers.copy(),
+        )
+        return int(
+            code_segment(
+                *self._stream, piece.old, piece.past, piece.words, self._ages, self._facts,
+                *vectors, rates, *self._space, indices, values, first, last,
+            )
+        )  # fmt: skip
 
 
-@kernel(I8, BITS, BITS, writable("int64"), writable("uint16"))
-def list_changes(old: Any, new: Any, indices: Any, values: Any) -> int:
-    """Indices and new bits of the elements that differ; runs without changes are skipped fast.
+@kernel(I8, WORDS, WORDS, BITS, BITS, writable("int64"), writable("uint16"))
+def list_changes(
+    old_words: Any, new_words: Any, old: Any, new: Any, indices: Any, values: Any
+) -> Any:
+    """Indices and new bits of the elements that differ; `old_words` views `old` in fours.
 
-    Returns how many there are, or -1 when they do not fit.
+    Returns how many there are, or -1 when they do not fit. Equal words are skipped fast.
     """
-    turn = 0
-    for start in range(0, old.size, SKIP):
-        end = min(start + SKIP, old.size)
-        differs = 0
-        for at in range(start, end):
-            differs |= old[at] ^ new[at]
+    turn = uint64(0)
+    room = uint64(indices.size)
+    number = uint64(old_words.size)
+    for start in range(uint64(0), number, uint64(SKIP)):
+        end = min(start + uint64(SKIP), number)
+        differs = uint64(0)
+        for word in range(start, end):
+            differs |= old_words[word] ^ new_words[word]
         if differs == 0:
             continue
-        if turn + SKIP > indices.size:
+        if turn + uint64(ROOM) > room:
             return -1
-        for at in range(start, end):
-            if old[at] != new[at]:
-                indices[turn] = at
-                values[turn] = new[at]
-                turn += 1
-    return turn
+        for word in range(start, end):
+            if old_words[word] != new_words[word]:
+                for at in range(uint64(4) * word, uint64(4) * word + uint64(4)):
+                    indices[turn] = at
+                    values[turn] = new[at]
+                    turn += uint64(1 if old[at] != new[at] else 0)
+    for at in range(uint64(4) * number, uint64(old.size)):
+        if old[at] != new[at]:
+            indices[turn] = at
+            values[turn] = new[at]
+            turn += uint64(1)
+    return int64(turn)
 
 
 def find_changes(old: Any, new: Any) -> tuple[npt.NDArray[np.int64], Any]:
     """Indices and new bits of the elements that differ; room is made for few, then for all."""
-    for capacity in (old.size // USUAL_SHARE + SKIP, old.size + SKIP):
+    words = _words(old), _words(new)
+    for capacity in (old.size // USUAL_SHARE + 2 * ROOM, old.size + 2 * ROOM):
         indices, values = np.empty(capacity, np.int64), np.empty(capacity, np.uint16)
-        number = list_changes(old, new, indices, values)
+        number = list_changes(*words, old, new, indices, values)
         if number >= 0:
             break
     return indices[:number].copy(), values[:number].copy()
+
+
+def _words(bits: Any) -> Any:
+    """Four elements at a time, the last few left out; a copy where they are not aligned."""
+    whole = bits[: bits.size // 4 * 4]
+    return (whole if whole.ctypes.data % 8 == 0 else whole.copy()).view(np.uint64)
 
 
 def encode_block(
@@ -172,74 +200,31 @@ def _encode_modelled(
 ) -> bytes | None:
     """The range-coded form, or `None` when it outgrows the plain one."""
     capacity = min(capacity, 8 * number + SLACK_BYTES)
-    state = new_state(decoding=False, length=capacity)
-    stream = (state, np.zeros(capacity, np.uint8), new_model())
-    scratch, level = Scratch(), START_LEVEL
-    base: int | None = None
+    coder = Coder(ages, np.zeros(capacity, np.uint8), decoding=False)
     for piece in pieces:
-        model = _fit(piece, level) if piece.indices.size else None
-        code_model(*stream, model, level=level)
-        if model is None:
-            continue
-        level, base = model.level, window_base(model.level, previous=base)
-        code_changes(
-            *stream, piece.old, piece.past, segment_facts(piece, model, base=base, ages=ages),
-            hazard_lookup(model), *scratch.arrays,
-            piece.indices, piece.values, 0, piece.indices.size,
-        )  # fmt: skip
-        if state[FAULT] != FAULT_NONE:
+        rates = _fit(piece, coder.level)
+        coder.code(piece, rates, piece.indices, piece.values, 0, piece.indices.size)
+        if coder.state[FAULT] != FAULT_NONE:
             return None
-    length = finish_encoding(state, stream[1])
-    if state[FAULT] != FAULT_NONE:
+    length = finish_encoding(coder.state, coder.buffer)
+    if coder.state[FAULT] != FAULT_NONE:
         return None
-    return bytes([MODELLED]) + put_varint(number) + stream[1][:length].tobytes()
+    stream: bytes = coder.buffer[:length].tobytes()
+    return bytes([MODELLED]) + put_varint(number) + stream
 
 
-def _fit(piece: Piece, level: int) -> SegmentModel:
-    form, grid = piece.history.format, piece.history.grid
-    never = piece.past[piece.indices] == 0
-    touched = piece.old[piece.indices[never]]
-    fields = (touched >> form.shift) & form.mask
-    changed = np.bincount(fields, minlength=256).astype(np.float64)
-    present = population(piece.old, piece.past, shift=form.shift, mask=form.mask)
-    row_prior = column_prior = 0
-    if grid.has_rows:
-        row_prior = _fit_rows(piece, piece.indices[never], fields)
-        column_prior = _fit_columns(piece, never)
-    return fit_model(
-        changed,
-        np.maximum(present, changed),
-        default_level=level,
-        row_prior=row_prior,
-        column_prior=column_prior,
-    )
-
-
-def _fit_rows(piece: Piece, touched: npt.NDArray[np.int64], fields: Any) -> int:
-    """The prior of the rows' rates, from first changes where changes are rare."""
-    rates = piece.history.rates
-    telling = touched[rates[fields] > 0] if rates.any() else touched
-    num_rows = piece.rows.stop - piece.rows.start
-    events = np.bincount(telling // piece.history.grid.columns, minlength=num_rows)
-    return fit_row_prior(events, piece.history.weights[piece.rows])
-
-
-def _fit_columns(piece: Piece, never: npt.NDArray[np.bool_]) -> int:
-    """The prior of the columns' directions, from as many changes as it takes to tell."""
-    head = slice(0, MAX_SCORED)
-    indices = piece.indices[head]
-    up = _ordered(piece.values[head]) > _ordered(piece.old[indices])
-    directions = np.where(up, 1, -1) * np.where(never[head], 1, 2)
-    return fit_column_prior(
-        indices % piece.history.grid.columns,
-        directions.astype(np.int8),
-        sums=piece.history.sums,
-        numbers=piece.history.numbers,
-    )
-
-
-def _ordered(bits: Any) -> Any:
-    return np.where(bits & 0x8000, bits ^ 0xFFFF, bits ^ 0x8000).astype(np.int32)
+def _fit(piece: Piece, level: int) -> Any:
+    """The rates of one segment."""
+    history, grid = piece.history, piece.history.grid
+    rates = np.zeros(NUM_RATES, np.int64)
+    rates[RATE_LEVEL] = level
+    if piece.indices.size:
+        fit_rates(
+            piece.old, piece.past, piece.indices, piece.values, history.format.shift,
+            history.format.mask, grid.columns, history.rates, history.weights[piece.rows],
+            history.sums, history.numbers, rates,
+        )  # fmt: skip
+    return rates
 
 
 def decode_block(
@@ -263,47 +248,26 @@ def _decode_modelled(
     body: memoryview, block: Block, pieces: Sequence[Piece], ages: Any
 ) -> list[tuple[npt.NDArray[np.int64], Any]]:
     number, body = _take_number(body, block)
-    buffer = np.frombuffer(body, np.uint8).copy()
-    stream = (new_state(decoding=True, length=buffer.size), buffer, new_model())
-    start_decoding(stream[0], buffer)
+    coder = Coder(ages, np.frombuffer(body, np.uint8).copy(), decoding=True)
+    start_decoding(coder.state, coder.buffer)
     indices, values = np.zeros(number, np.int64), np.zeros(number, np.uint16)
-    scratch, level, first, found = Scratch(), START_LEVEL, 0, []
-    base: int | None = None
+    rates, first, found = np.zeros(NUM_RATES, np.int64), 0, []
     for piece in pieces:
-        last = first
-        model = _decode_model(stream, level, piece)
-        if model is not None:
-            level, base = model.level, window_base(model.level, previous=base)
-            last = code_changes(
-                *stream, piece.old, piece.past, segment_facts(piece, model, base=base, ages=ages),
-                hazard_lookup(model), *scratch.arrays,
-                indices, values, first, number,
-            )  # fmt: skip
-            _check_sound(stream, piece, changes=last - first)
+        last = coder.code(piece, rates, indices, values, first, number)
+        _check_sound(coder.state, piece, changes=last - first)
         found.append((indices[first:last], values[first:last]))
         first = last
-    if first != number or not is_canonical(stream[0], buffer):
+    if first != number or not is_canonical(coder.state, coder.buffer):
         raise corrupt(block.label, f"{number} changes announced, {first} decoded, or a wrong tail")
     return found
 
 
-def _decode_model(stream: Stream, level: int, piece: Piece) -> SegmentModel | None:
-    name = repr(piece.where.spec.name)
-    try:
-        model = code_model(*stream, None, level=level)
-    except ValueError as error:
-        raise corrupt(name, str(error)) from error
-    if model and not piece.history.grid.has_rows and (model.row_prior or model.column_prior):
-        raise corrupt(name, "priors of rows or columns for a tensor without them")
-    return model
-
-
-def _check_sound(stream: Stream, piece: Piece, *, changes: int) -> None:
-    fault = int(stream[0][FAULT])
+def _check_sound(state: Any, piece: Piece, *, changes: int) -> None:
+    fault = int(state[FAULT])
+    if fault == FAULT_MODEL:
+        raise corrupt(repr(piece.where.spec.name), "its rates are out of range")
     if fault != FAULT_NONE:
         raise corrupt(repr(piece.where.spec.name), f"decoding stopped with fault {fault}")
-    if changes == 0:
-        raise corrupt(repr(piece.where.spec.name), "an unchanged segment must say so")
 
 
 def _take_number(body: memoryview, block: Block) -> tuple[int, memoryview]:

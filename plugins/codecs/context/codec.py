@@ -30,7 +30,7 @@ class ContextCodec:
     """Adaptive coding of changes under what both ends know: old bits and the codec's history."""
 
     name: ClassVar[str] = "context"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     Config: ClassVar[type[Any]] = ContextConfig
 
     def __init__(self, config: ContextConfig | None = None) -> None:

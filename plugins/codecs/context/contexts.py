@@ -54,7 +54,12 @@ NUMBER_COLUMNS: Final = NUMBERS + 3 * NUMBER_CONTEXTS
 
 UNIT_BITS: Final = 26
 """Hazards are integers in 2**-26; the hazard of a change with probability p is -ln(1 - p)."""
-CELL_HAZARD: Final = 1 << 25
+CELL_HAZARD: Final = 1 << 32
+"""The least hazard of a whole cell, in 2**-33: half a nat."""
+CELL_SHIFT: Final = 29
+"""Cells share contexts by their hazard in sixteenths of a nat."""
+HOT_MARK: Final = 1 << 28
+"""Stands for the hazard of an element that is coded by itself; more than eight others have."""
 HOT_HAZARD: Final = (1 << UNIT_BITS) // 12
 """Elements at least this likely to change are coded one by one; the others in cells."""
 

@@ -44,7 +44,9 @@ class TensorHistory:
         columns = self.grid.columns if self.grid.has_rows else 0
         self.rates = np.zeros(256, np.int64)
         """Share of changes by exponent field in the first delta, in 2**-16; 0 where common."""
-        self.past = np.zeros(spec.num_elements, np.uint8)
+        self.words = np.zeros(-(-spec.num_elements // 8), np.uint64)
+        """The history bytes, eight at a time, with zeros past the last."""
+        self.past = self.words.view(np.uint8)[: spec.num_elements]
         self.events = np.zeros(rows, np.int64)
         self.expected = np.zeros(rows, np.int64)
         self.weights = np.zeros(rows, np.int64)

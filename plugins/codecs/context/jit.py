@@ -27,6 +27,10 @@ uint64: Final[Any] = numba.uint64
 
 I8: Final[Any] = _types.int64
 PAIR: Final[Any] = _types.UniTuple(_types.int64, 2)
+TRIPLE: Final[Any] = _types.UniTuple(_types.int64, 3)
+REGISTERS: Final[Any] = _types.UniTuple(_types.int64, 6)
+CODED: Final[Any] = _types.Tuple((REGISTERS, _types.int64))
+PLACED: Final[Any] = _types.Tuple((REGISTERS, _types.int64, _types.int64))
 VOID: Final[Any] = _types.void
 
 
@@ -66,9 +70,21 @@ def read_only(element: str) -> Any:
     return _types.Array(getattr(_types, element), 1, "C", readonly=True)
 
 
-def kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
-    """Compile for exactly one signature; without a cache where no cache directory is writable."""
-    options = {"nogil": True, "error_model": "numpy"}
+def kernel(
+    result: Any, *arguments: Any, inlined: bool = False, allocates: bool = False
+) -> Callable[[Function], Function]:
+    """Compile for exactly one signature; without a cache where no cache directory is writable.
+
+    `inlined` puts the code into every kernel that calls it, where its results stay in registers.
+    Only kernels that make arrays (`allocates`) count references to them: counting is atomic, and
+    costs more than coding a bit.
+    """
+    options = {
+        "nogil": True,
+        "error_model": "numpy",
+        "forceinline": inlined,
+        "_nrt": allocates,
+    }
 
     def compile_function(function: Function) -> Function:
         signature = result(*arguments)

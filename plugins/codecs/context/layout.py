@@ -16,6 +16,7 @@ from ....storage.bits import TensorSpec
 BLOCK_ELEMENTS: Final = 1 << 24
 MIN_COLUMNS: Final = 32
 MIN_ROWS: Final = 8
+COLUMN_UNIT: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +76,15 @@ class Block:
 
 
 def grid_of(spec: TensorSpec) -> Grid:
-    """The last dimension as columns where it is wide, else all but the first, else one row."""
+    """The last dimension as columns where it is wide, else all but the first, else one row.
+
+    Columns are a multiple of eight, so that runs of eight elements lie in one row.
+    """
     number = spec.num_elements
     shape = spec.shape
     for columns in (shape[-1] if shape else 1, number // max(shape[0], 1) if shape else 1):
-        if columns >= MIN_COLUMNS and number >= MIN_ROWS * columns:
+        is_wide = columns >= MIN_COLUMNS and columns % COLUMN_UNIT == 0
+        if is_wide and number >= MIN_ROWS * columns:
             return Grid(rows=number // columns, columns=columns)
     return Grid(rows=1, columns=max(number, 1))
 

@@ -1,11 +1,11 @@
 """The index model: which elements changed, coded in time proportional to the changes.
 
-A segment is walked in chunks. Every element of a chunk gets its hazard, the chance of a change
-expressed as -ln(1 - p), from its old exponent. Likely ("hot") elements are coded one by one with
+A segment is walked in chunks. Every element has a hazard, the chance of a change expressed as
+-ln(1 - p), that depends on its old exponent. Likely ("hot") elements are coded one by one with
 adaptive contexts; the others ("cold") are walked in *hazard time*: runs of eight elements whose
 hazards add up to half a nat form a cell, one adaptive bit says whether a cell holds a change, and
 the position of the first change in it is one interval of the range coder, as wide as its hazard.
-An unchanged element so costs one addition and no coding.
+An unchanged element so costs one look-up and one addition.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .coder import (
     FAULT_STEP,
     MODEL,
     STATE,
+    Registers,
     chance_of,
     clamp_chance,
     code_adaptive,
@@ -28,347 +29,388 @@ from .coder import (
     learn,
     locate,
 )
-from .contexts import CELL, CELL_CONTEXTS, CELL_HAZARD, HOT, KNEE, LOWEST, NUM_EXPONENTS
-from .jit import I8, PAIR, VOID, int32, int64, kernel, read_only, uint32, uint64, writable
+from .contexts import (
+    CELL,
+    CELL_CONTEXTS,
+    CELL_HAZARD,
+    CELL_SHIFT,
+    HOT,
+    HOT_MARK,
+    LOWEST,
+    NUM_EXPONENTS,
+)
+from .jit import (
+    CODED,
+    I8,
+    PAIR,
+    PLACED,
+    REGISTERS,
+    TRIPLE,
+    VOID,
+    int64,
+    kernel,
+    read_only,
+    uint32,
+    uint64,
+    writable,
+)
 from .steps import code_step, from_ordered, to_ordered
 
-# Layout of a segment's `facts`: parameters, age classes, then four vectors of rates.
+# Layout of `facts`: what kernels know of the segment, some of it carried from the one before.
 SHIFT: Final = 0
 MASK: Final = 1
-BASE: Final = 2
-COLUMNS: Final = 3
-ROW_PRIOR: Final = 4
-COLUMN_PRIOR: Final = 5
-EVENTS: Final = 6
-EXPECTED: Final = 7
-SUMS: Final = 8
-NUMBERS: Final = 9
-SCALE: Final = 10
-COLD_FROM: Final = 11
-HAS_TABLE: Final = 12
-KNEE_FIELD: Final = 13
-AGES: Final = 14
-NUM_FACTS: Final = AGES + 256
+COLUMNS: Final = 2
+BASE: Final = 3
+LEVEL: Final = 4
+ROW_SHAPE: Final = 5
+COLUMN_SHAPE: Final = 6
+START: Final = 7
+HAS_ROWS: Final = 8
+NUM_FACTS: Final = 9
 
 CHUNK: Final = 1 << 15
 RUN: Final = 8
+NUM_RUNS: Final = CHUNK // RUN
 ROW_UNIT: Final = 256
+FACTOR_BITS: Final = 7
 TELLING_CHANCE: Final = 65536 // 3
-LAST_PLACE: Final = NUM_EXPONENTS - KNEE - 1
-MAX_HAZARD: Final = (1 << 24) - 1
-
-# Layout of the work space of a chunk: positions of hot elements, of those that changed, of cold
-# elements that changed, and the new bits of whatever changed.
-HOT_LIST: Final = 0
-HOT_CHANGED: Final = CHUNK + 1
-COLD_CHANGED: Final = 2 * (CHUNK + 1)
-TARGET: Final = 3 * (CHUNK + 1)
-WORK_SIZE: Final = 4 * (CHUNK + 1)
+DECAY_BITS: Final = 6
+DECAY_SHIFT: Final = 27
+NOWHERE: Final = 1 << 40
 
 BITS = read_only("uint16")
 PAST = read_only("uint8")
+WORDS = read_only("uint64")
+AGES = read_only("int64")
 FACTS = writable("int64")
-LOOKUP = read_only("uint32")
-HAZARDS = writable("uint32")
-FLAGS = writable("uint8")
-WORDS = writable("uint64")
-WORK = writable("int32")
+VECTOR = writable("int64")
+LOOKUP = writable("uint32")
+SUMS = writable("uint32")
+TOTALS = writable("int64")
+INDICES = writable("int64")
+VALUES = writable("uint16")
 
 
-@kernel(VOID, BITS, PAST, FACTS, HAZARDS, FLAGS, I8, I8)
-def fill_by_law(
-    old: Any, past: Any, facts: Any, hazards: Any, flags: Any, start: int, size: int
-) -> None:
-    """Hazards that halve with each exponent above the knee; flags of hot elements.
+@kernel(I8, BITS, PAST, LOOKUP, FACTS, I8, inlined=True)
+def hazard_of(old: Any, past: Any, lookup: Any, facts: Any, at: int) -> Any:
+    """Hazard of an element in 2**-26; HOT_MARK if it is hot."""
+    if past[uint64(at)] != 0:
+        return HOT_MARK
+    return int64(lookup[(uint64(old[uint64(at)]) >> uint64(facts[SHIFT])) & uint64(facts[MASK])])
 
-    All in 32 bits and without a table, so that it compiles to vector instructions.
+
+@kernel(VOID, BITS, PAST, WORDS, LOOKUP, FACTS, SUMS)
+def sum_runs(old: Any, past: Any, words: Any, lookup: Any, facts: Any, sums: Any) -> None:
+    """Hazard of every run of eight elements of a chunk, in which each hot one counts HOT_MARK.
+
+    `words` views `past`, of which the last few may be missing, eight bytes at a time.
     """
-    bits = old[start : start + size]
-    bytes_ = past[start : start + size]
-    shift, mask = uint32(facts[SHIFT]), uint32(facts[MASK])
-    knee, cold = int32(facts[KNEE_FIELD]), int32(facts[COLD_FROM])
-    scale = uint32(facts[SCALE])
-    for at in range(size):
-        field = int32((uint32(bits[at]) >> shift) & mask)
-        place = uint32(min(max(field - knee, int32(0)), int32(LAST_PLACE)))
-        hot = (field < cold) | (bytes_[at] != 0)
-        hazards[at] = uint32(0) if hot else max(scale >> place, uint32(1))
-        flags[at] = 1 if hot else 0
-
-
-@kernel(VOID, BITS, PAST, FACTS, LOOKUP, HAZARDS, FLAGS, I8, I8)
-def fill_by_table(
-    old: Any, past: Any, facts: Any, lookup: Any, hazards: Any, flags: Any, start: int, size: int
-) -> None:
-    """Hazards looked up by exponent field; flags of hot elements."""
-    bits = old[start : start + size]
-    bytes_ = past[start : start + size]
     shift, mask = uint64(facts[SHIFT]), uint64(facts[MASK])
-    for at in range(size):
-        hazard = lookup[(uint64(bits[at]) >> shift) & mask]
-        hazards[at] = uint32(0) if bytes_[at] != 0 else hazard
-        flags[at] = 1 if hazards[at] == 0 else 0
+    size = uint64(old.size)
+    for run in range(uint64(words.size)):
+        at = run * uint64(RUN)
+        total = uint32(0)
+        if words[run] == 0 and at + uint64(RUN) <= size:
+            for item in range(uint64(RUN)):
+                total += lookup[(uint64(old[at + item]) >> shift) & mask]
+        else:
+            for place in range(at, min(at + uint64(RUN), size)):
+                total += uint32(hazard_of(old, past, lookup, facts, int64(place)))
+        sums[run] = total
 
 
-@kernel(I8, FLAGS, WORDS, WORK, I8)
-def list_hot(flags: Any, words: Any, work: Any, size: int) -> Any:
-    """List the flagged elements, eight at a look; `words` is a view of `flags`."""
-    for at in range(size, min(size + 8, CHUNK)):
-        flags[at] = 0
-    number = uint64(0)
-    for word in range((size + 7) >> 3):
-        if words[word] != 0:
-            for at in range(8 * word, 8 * word + 8):
-                work[number] = at
-                number += uint64(flags[at])
-    return int64(number)
-
-
-@kernel(I8, FACTS, I8)
-def row_factor(facts: Any, row: int) -> Any:
+@kernel(I8, FACTS, VECTOR, VECTOR, I8, inlined=True)
+def row_factor(facts: Any, events: Any, expected: Any, row: int) -> Any:
     """How much more than expected a row changes, in 1/128, from 1/4 to 4.
 
-    The posterior mean of a Poisson rate under a gamma prior of mean one and shape `ROW_PRIOR`.
+    The posterior mean of a Poisson rate under a gamma prior of mean one and shape `ROW_SHAPE`.
     """
-    prior = facts[ROW_PRIOR]
-    events = facts[facts[EVENTS] + row]
-    factor = (128 * (prior + events)) // (prior + facts[facts[EXPECTED] + row])
+    shape = facts[ROW_SHAPE]
+    if shape == 0:
+        return 1 << FACTOR_BITS
+    factor = ((shape + events[row]) << FACTOR_BITS) // (shape + expected[row])
     return min(max(factor, 32), 512)
 
 
-@kernel(I8, FACTS, I8)
-def up_chance(facts: Any, column: int) -> Any:
+@kernel(VOID, FACTS, VECTOR, VECTOR, SUMS, TOTALS, I8)
+def scale_runs(facts: Any, events: Any, expected: Any, sums: Any, totals: Any, size: int) -> None:
+    """Hazards of the cold elements of runs, in 2**-33, by their rows' factors.
+
+    Rows of a tensor with statistics are whole runs, so that a run lies in one row.
+    """
+    mask = uint32(HOT_MARK - 1)
+    start = facts[START]
+    at = start
+    while at < start + size:
+        row = at // facts[COLUMNS]
+        end = start + size
+        if facts[ROW_SHAPE] != 0:
+            end = min((row + 1) * facts[COLUMNS], end)
+        factor = row_factor(facts, events, expected, row)
+        for run in range(uint64((at - start) // RUN), uint64((end - start + RUN - 1) // RUN)):
+            totals[run] = int64(sums[run] & mask) * factor
+        at = end
+
+
+@kernel(I8, FACTS, VECTOR, VECTOR, I8, inlined=True)
+def up_chance(facts: Any, leans: Any, numbers: Any, at: int) -> Any:
     """Chance in 1/65536 that a change in this column goes up, from its earlier directions."""
-    prior = facts[COLUMN_PRIOR]
-    if prior == 0:
+    shape = facts[COLUMN_SHAPE]
+    if shape == 0:
         return 32768
-    return 32768 + (32768 * facts[facts[SUMS] + column]) // (facts[facts[NUMBERS] + column] + prior)
+    column = (facts[START] + at) % facts[COLUMNS]
+    return 32768 + (32768 * leans[column]) // (numbers[column] + shape)
 
 
-@kernel(I8, FACTS, I8)
+@kernel(I8, FACTS, I8, inlined=True)
 def exponent_of(facts: Any, bits: int) -> Any:
     """An element's exponent in the segment's window: below 32, negative under the window."""
     field = (bits >> facts[SHIFT]) & facts[MASK]
     return min(field - facts[BASE], NUM_EXPONENTS - 1)
 
 
-@kernel(VOID, FACTS, I8, I8)
-def count_change(facts: Any, at: int, step: int) -> None:
+@kernel(VOID, FACTS, VECTOR, VECTOR, I8, I8, inlined=True)
+def count_change(facts: Any, leans: Any, numbers: Any, at: int, step: int) -> None:
     """Let the change of an element speak for its column's direction."""
-    if facts[COLUMN_PRIOR] != 0:
-        column = at % facts[COLUMNS]
-        facts[facts[SUMS] + column] += 1 if step > 0 else -1
-        facts[facts[NUMBERS] + column] += 1
+    if facts[COLUMN_SHAPE] != 0:
+        column = (facts[START] + at) % facts[COLUMNS]
+        leans[column] += 1 if step > 0 else -1
+        numbers[column] += 1
 
 
-@kernel(I8, STATE, BYTES, MODEL, BITS, PAST, FACTS, WORK, I8, I8)
+@kernel(CODED, REGISTERS, STATE, BYTES, MODEL, BITS, PAST, AGES, FACTS, VECTOR, VECTOR, I8, I8)
 def code_change(
-    state: Any, buffer: Any, model: Any, old: Any, past: Any, facts: Any, work: Any,
-    start: int, at: int,
-) -> Any:  # fmt: skip
-    """Code the new bits of a changed element into or from `target`; returns zero on a fault."""
-    bits = int64(old[start + at])
+    registers: Registers, state: Any, buffer: Any, model: Any, old: Any, past: Any, ages: Any,
+    facts: Any, leans: Any, numbers: Any, at: int, value: int,
+) -> tuple[Registers, int]:  # fmt: skip
+    """Code the new bits of a changed element, -1 on a fault."""
+    bits = int64(old[at])
     before = to_ordered(bits)
-    step = to_ordered(int64(work[TARGET + at])) - before
-    memory = int64(past[start + at])
-    chance = 32768
-    if memory == 0 and facts[COLUMN_PRIOR] != 0:
-        chance = up_chance(facts, (start + at) % facts[COLUMNS])
-    exponent = exponent_of(facts, bits)
-    age = facts[AGES + memory]
-    step = code_step(state, buffer, model, exponent, age, memory, chance, step)
-    if state[DECODING] == 1:
-        after = before + step
-        if after < 0 or after > 65535:
-            state[FAULT] = FAULT_STEP
-            return 0
-        work[TARGET + at] = from_ordered(after)
-    count_change(facts, start + at, step)
-    return 1
+    memory = int64(past[at])
+    chance = up_chance(facts, leans, numbers, at) if memory == 0 else 32768
+    registers, step = code_step(
+        registers, buffer, model, exponent_of(facts, bits), ages[memory], memory, chance,
+        to_ordered(value) - before,
+    )  # fmt: skip
+    count_change(facts, leans, numbers, at, step)
+    after = before + step
+    if after < 0 or after > 65535:
+        state[FAULT] = FAULT_STEP
+        return registers, -1
+    return registers, from_ordered(after)
 
 
-@kernel(I8, FACTS, I8, I8)
-def weigh_by_row(facts: Any, row: int, chance: int) -> Any:
+@kernel(I8, FACTS, VECTOR, VECTOR, I8, I8, inlined=True)
+def weigh_by_row(facts: Any, events: Any, expected: Any, row: int, chance: int) -> Any:
     """Multiply the odds of a change by the row's factor."""
-    weighted = chance * row_factor(facts, row)
-    return clamp_chance((weighted << 16) // (weighted + (65536 - chance) * 128))
+    weighted = chance * row_factor(facts, events, expected, row)
+    return clamp_chance((weighted << 16) // (weighted + ((65536 - chance) << FACTOR_BITS)))
 
 
-@kernel(VOID, FACTS, I8, I8, I8)
-def expect_in_row(facts: Any, row: int, chance: int, bit: int) -> None:
+@kernel(VOID, VECTOR, VECTOR, I8, I8, I8, inlined=True)
+def expect_in_row(events: Any, expected: Any, row: int, chance: int, bit: int) -> None:
     """Let an element that was not bound to change speak for its row."""
     if chance < TELLING_CHANCE:
-        facts[facts[EXPECTED] + row] += chance >> 8
-        facts[facts[EVENTS] + row] += ROW_UNIT * bit
+        expected[row] += chance >> 8
+        events[row] += ROW_UNIT * bit
 
 
-@kernel(I8, STATE, BYTES, MODEL, BITS, PAST, FACTS, WORK, I8, I8, I8)
-def code_hot(
-    state: Any, buffer: Any, model: Any, old: Any, past: Any, facts: Any, work: Any,
-    start: int, num_hot: int, num_changed: int,
-) -> Any:  # fmt: skip
-    """Code the hot elements of a chunk one by one; returns how many changed.
-
-    HOT_CHANGED of `work` lists the positions of those that did: given to an encoder
-    (`num_changed` of them), found by a decoder.
-    """
-    found = 0
-    for turn in range(num_hot):
-        at = int64(work[HOT_LIST + turn])
-        age = facts[AGES + int64(past[start + at])]
-        exponent = max(exponent_of(facts, int64(old[start + at])), LOWEST)
-        context = HOT + age * NUM_EXPONENTS + exponent
-        bit = 1 if found < num_changed and work[HOT_CHANGED + found] == at else 0
-        chance = chance_of(model, context)
-        if facts[ROW_PRIOR] == 0:
-            bit = code_bit(state, buffer, chance, bit)
-        else:
-            row = (start + at) // facts[COLUMNS]
-            bit = code_bit(state, buffer, weigh_by_row(facts, row, chance), bit)
-            expect_in_row(facts, row, chance, bit)
-        learn(model, context, bit)
-        if bit == 1:
-            work[HOT_CHANGED + found] = at
-            found += 1
-            if code_change(state, buffer, model, old, past, facts, work, start, at) == 0:
-                break
-    return found
-
-
-@kernel(VOID, FACTS, HAZARDS, I8, I8)
-def scale_rows(facts: Any, hazards: Any, start: int, size: int) -> None:
-    """Multiply the cold hazards of a chunk by their rows' factors, keeping them above zero."""
-    columns = facts[COLUMNS]
-    at = 0
-    while at < size:
-        row = (start + at) // columns
-        end = min((row + 1) * columns - start, size)
-        factor = row_factor(facts, row)
-        for item in range(at, end):
-            hazard = int64(hazards[item])
-            hazards[item] = min(max((hazard * factor) >> 7, min(hazard, 1)), MAX_HAZARD)
-        at = end
-
-
-@kernel(I8, I8)
-def survived(hazard: int) -> Any:
-    """1 - exp(-hazard), scaled by 2**36, to third order; strictly increasing below one nat."""
-    square = hazard * hazard
-    return (hazard << 10) - (square >> 17) + (((square >> 26) * hazard) >> 16) // 6
-
-
-@kernel(VOID, HAZARDS, HAZARDS, I8)
-def sum_runs(hazards: Any, sums: Any, size: int) -> None:
-    """Hazard of every run of eight elements; those past the chunk's end count nothing."""
-    for at in range(size, min(size + RUN, CHUNK)):
-        hazards[at] = 0
-    for run in range((size + RUN - 1) // RUN):
-        items = hazards[RUN * run : RUN * run + RUN]
-        total = uint32(0)
-        for item in range(RUN):
-            total += items[item]
-        sums[run] = total
-
-
-@kernel(PAIR, HAZARDS, HAZARDS, I8, I8)
-def find_cell_end(hazards: Any, sums: Any, first: int, size: int) -> tuple[int, int]:
-    """End and hazard of the cell from `first`: it ends with the run of eight that fills it."""
-    total = 0
-    at = first
-    while at & (RUN - 1) != 0:
-        total += int64(hazards[at])
-        at += 1
-    while at < size and total < CELL_HAZARD:
-        total += int64(sums[at // RUN])
-        at += RUN
-    return min(at, size), total
-
-
-@kernel(PAIR, HAZARDS, HAZARDS, I8, I8, I8)
-def find_position(hazards: Any, sums: Any, first: int, end: int, wanted: int) -> tuple[int, int]:
-    """First position up to and with which more than `wanted` does not survive, and the hazard
-    passed before it; the position is `end` when there is none."""
-    passed = 0
-    at = first
-    while at < end:
-        if at & (RUN - 1) == 0 and at + RUN <= end:
-            block = int64(sums[at // RUN])
-            if survived(passed + block) <= wanted:
-                passed += block
-                at += RUN
-                continue
-        after = passed + int64(hazards[at])
-        if survived(after) > wanted:
-            break
-        passed = after
-        at += 1
-    return at, passed
-
-
-@kernel(I8, HAZARDS, HAZARDS, I8, I8)
-def sum_hazards(hazards: Any, sums: Any, first: int, end: int) -> Any:
-    """The hazard of the elements [first, end)."""
-    total = 0
-    at = first
-    while at < end:
-        if at & (RUN - 1) == 0 and at + RUN <= end:
-            total += int64(sums[at // RUN])
-            at += RUN
-        else:
-            total += int64(hazards[at])
-            at += 1
-    return total
-
-
-@kernel(I8, STATE, BYTES, HAZARDS, HAZARDS, I8, I8, I8, I8)
-def code_position(
-    state: Any,
-    buffer: Any,
-    hazards: Any,
-    sums: Any,
-    first: int,
-    end: int,
-    total: int,
-    position: int,
-) -> Any:
-    """Code where in the cell [first, end) its first change is; -1 for corrupt bytes."""
-    whole = survived(total)
-    if state[DECODING] == 1:
-        position, passed = find_position(hazards, sums, first, end, locate(state, whole))
-        if position == end:
-            state[FAULT] = FAULT_RANGE
-            return -1
+@kernel(
+    CODED, REGISTERS, BYTES, MODEL, BITS, PAST, AGES, FACTS, VECTOR, VECTOR, I8, I8, inlined=True
+)
+def code_flag(
+    registers: Registers, buffer: Any, model: Any, old: Any, past: Any, ages: Any,
+    facts: Any, events: Any, expected: Any, at: int, bit: int,
+) -> tuple[Registers, int]:  # fmt: skip
+    """Code whether a hot element changed."""
+    exponent = max(exponent_of(facts, int64(old[at])), LOWEST)
+    context = HOT + ages[int64(past[at])] * NUM_EXPONENTS + exponent
+    chance = chance_of(model, context)
+    if facts[ROW_SHAPE] == 0:
+        registers, bit = code_bit(registers, buffer, chance, bit)
     else:
-        passed = sum_hazards(hazards, sums, first, position)
-    lower = survived(passed)
-    width = survived(passed + int64(hazards[position])) - lower
-    code_interval(state, buffer, lower, width, whole)
-    return position
+        row = (facts[START] + at) // facts[COLUMNS]
+        weighted = weigh_by_row(facts, events, expected, row, chance)
+        registers, bit = code_bit(registers, buffer, weighted, bit)
+        expect_in_row(events, expected, row, chance, bit)
+    learn(model, context, bit)
+    return registers, bit
 
 
-@kernel(I8, STATE, BYTES, MODEL, BITS, PAST, FACTS, WORK, HAZARDS, HAZARDS, I8, I8, I8)
+@kernel(
+    CODED, REGISTERS, STATE, BYTES, MODEL, BITS, PAST, LOOKUP, AGES, FACTS,
+    VECTOR, VECTOR, VECTOR, VECTOR, SUMS, INDICES, VALUES, I8, I8, I8,
+)  # fmt: skip
+def code_hot(
+    registers: Registers, state: Any, buffer: Any, model: Any, old: Any, past: Any, lookup: Any,
+    ages: Any, facts: Any, events: Any, expected: Any, leans: Any, numbers: Any, sums: Any,
+    indices: Any, values: Any, turn: int, last: int, size: int,
+) -> tuple[Registers, int]:  # fmt: skip
+    """Code the hot elements of a chunk one by one.
+
+    Changes are `indices[turn:last]` and `values[turn:last]`: all those left for an encoder, cold
+    ones among them; room for a decoder, which fills it. Returns where a decoder stopped.
+    """
+    decoding = registers[DECODING]
+    start = facts[START]
+    for run in range((size + RUN - 1) // RUN):
+        if sums[run] < HOT_MARK:
+            continue
+        for at in range(RUN * run, min(RUN * run + RUN, size)):
+            if hazard_of(old, past, lookup, facts, at) != HOT_MARK:
+                continue
+            bit = 0
+            value = 0
+            if decoding == 0:
+                while turn < last and indices[turn] < start + at:
+                    turn += 1
+                if turn < last and indices[turn] == start + at:
+                    bit = 1
+                    value = int64(values[turn])
+            registers, bit = code_flag(
+                registers, buffer, model, old, past, ages, facts, events, expected, at, bit
+            )
+            if bit == 0:
+                continue
+            registers, value = code_change(
+                registers, state, buffer, model, old, past, ages, facts, leans, numbers, at, value
+            )
+            if decoding == 1:
+                if value < 0:
+                    return registers, turn
+                indices[turn] = start + at
+                values[turn] = value
+                turn += 1
+    return registers, turn
+
+
+@kernel(I8, I8, inlined=True)
+def decay(hazard: int) -> int:
+    """exp(-hazard) in 1/64, to second order, for a hazard in 2**-33."""
+    coarse = hazard >> DECAY_SHIFT
+    return (1 << DECAY_BITS) - coarse + ((coarse * coarse) >> (DECAY_BITS + 1))
+
+
+@kernel(PAIR, BITS, PAST, LOOKUP, FACTS, INDICES, I8, I8, I8, inlined=True)
+def next_cold(
+    old: Any, past: Any, lookup: Any, facts: Any, indices: Any, turn: int, last: int, size: int
+) -> tuple[int, int]:
+    """The first of the changes `indices[turn:last]` that is cold, and where in the chunk it is.
+
+    Without one in the chunk: the first change after the chunk, and NOWHERE.
+    """
+    while turn < last and indices[turn] < facts[START] + size:
+        at = indices[turn] - facts[START]
+        if hazard_of(old, past, lookup, facts, at) != HOT_MARK:
+            return turn, at
+        turn += 1
+    return turn, NOWHERE
+
+
+@kernel(
+    PLACED, REGISTERS, BYTES, BITS, PAST, LOOKUP, FACTS, VECTOR, VECTOR, TOTALS,
+    I8, I8, I8, I8, I8, I8,
+)  # fmt: skip
+def code_position(
+    registers: Registers, buffer: Any, old: Any, past: Any, lookup: Any, facts: Any,
+    events: Any, expected: Any, totals: Any,
+    at: int, end: int, rest: int, weight: int, wanted: int, target: int,
+) -> tuple[Registers, int, int]:  # fmt: skip
+    """Code the first change of a cell, which starts at `at` and ends before run `end`.
+
+    `rest` is the hazard of the first run from `at` on, `weight` the decayed hazard of the cell. A
+    decoder gives the weight `wanted` that its position must reach beyond, an encoder `target`.
+    Returns the position, -1 for corrupt bytes, and the hazard of its run after it.
+    """
+    passed = 0
+    before = 0
+    run = at // RUN
+    while target >= RUN * (run + 1) or wanted >= before + rest * decay(passed):
+        before += rest * decay(passed)
+        passed += rest
+        run += 1
+        if run == end:
+            return registers, -1, 0
+        rest = totals[run]
+        at = RUN * run
+    factor = 1 << FACTOR_BITS
+    if facts[ROW_SHAPE] != 0:
+        factor = row_factor(facts, events, expected, (facts[START] + at) // facts[COLUMNS])
+    scale = decay(passed)
+    while True:
+        hazard = hazard_of(old, past, lookup, facts, at)
+        hazard = 0 if hazard == HOT_MARK else hazard * factor
+        if at >= target and wanted < before + hazard * scale:
+            break
+        before += hazard * scale
+        rest -= hazard
+        at += 1
+    registers = code_interval(registers, buffer, before, hazard * scale, weight)
+    return registers, at, rest - hazard
+
+
+@kernel(TRIPLE, TOTALS, I8, I8, I8, inlined=True)
+def gather_cell(totals: Any, rest: int, end: int, num_runs: int) -> tuple[int, int, int]:
+    """End, hazard and decayed hazard of the cell of `rest` and the runs from `end` on."""
+    total = rest
+    weight = rest << DECAY_BITS
+    while end < num_runs and total < CELL_HAZARD:
+        weight += totals[end] * decay(total)
+        total += totals[end]
+        end += 1
+    return end, total, weight
+
+
+@kernel(
+    CODED, REGISTERS, STATE, BYTES, MODEL, BITS, PAST, LOOKUP, AGES, FACTS,
+    VECTOR, VECTOR, VECTOR, VECTOR, TOTALS, INDICES, VALUES, I8, I8, I8,
+)  # fmt: skip
 def code_cold(
-    state: Any, buffer: Any, model: Any, old: Any, past: Any, facts: Any, work: Any,
-    hazards: Any, sums: Any, start: int, size: int, num_changed: int,
-) -> Any:  # fmt: skip
-    """Code the cold elements of a chunk cell by cell; returns how many changed."""
-    found = 0
-    first = 0
-    while first < size:
-        end, total = find_cell_end(hazards, sums, first, size)
+    registers: Registers, state: Any, buffer: Any, model: Any, old: Any, past: Any, lookup: Any,
+    ages: Any, facts: Any, events: Any, expected: Any, leans: Any, numbers: Any, totals: Any,
+    indices: Any, values: Any, turn: int, last: int, size: int,
+) -> tuple[Registers, int]:  # fmt: skip
+    """Code the cold elements of a chunk cell by cell; as `code_hot`."""
+    decoding = registers[DECODING]
+    at, end, rest, wanted, target = 0, 1, totals[0], -1, -1
+    if decoding == 0:
+        turn, target = next_cold(old, past, lookup, facts, indices, turn, last, size)
+    while True:
+        end, total, weight = gather_cell(totals, rest, end, (size + RUN - 1) // RUN)
         if total == 0:
             break
-        position = int64(work[COLD_CHANGED + found]) if found < num_changed else size
-        context = CELL + min(total >> 22, CELL_CONTEXTS - 1)
-        if code_adaptive(state, buffer, model, context, 1 if position < end else 0) == 0:
-            first = end
-            continue
-        position = code_position(state, buffer, hazards, sums, first, end, total, position)
-        if position < 0:
+        context = CELL + min(total >> CELL_SHIFT, CELL_CONTEXTS - 1)
+        bit = 1 if target < RUN * end else 0
+        registers, bit = code_adaptive(registers, buffer, model, context, bit)
+        if bit == 0:
+            at = RUN * end
+        else:
+            if decoding == 1:
+                wanted = locate(registers, weight)
+            registers, at, rest = code_position(
+                registers, buffer, old, past, lookup, facts, events, expected, totals,
+                at, end, rest, weight, wanted, target,
+            )  # fmt: skip
+            if at < 0 or turn == last:
+                state[FAULT] = FAULT_RANGE
+                break
+            registers, value = code_change(
+                registers, state, buffer, model, old, past, ages, facts, leans, numbers, at,
+                int64(values[turn]),
+            )  # fmt: skip
+            if value < 0:
+                break
+            turn += 1
+            if decoding == 1:
+                indices[turn - 1] = facts[START] + at
+                values[turn - 1] = value
+            else:
+                turn, target = next_cold(old, past, lookup, facts, indices, turn, last, size)
+            at += 1
+            end = (at + RUN - 1) // RUN
+        if at >= size:
             break
-        work[COLD_CHANGED + found] = position
-        found += 1
-        if code_change(state, buffer, model, old, past, facts, work, start, position) == 0:
-            break
-        first = position + 1
-    return found
+        if at == RUN * end:
+            rest = totals[end]
+            end += 1
+    return registers, turn

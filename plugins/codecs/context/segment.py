@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,14 +11,19 @@ from .coder import (
     DECODING,
     FAULT,
     FAULT_COUNT,
+    FAULT_MODEL,
     FAULT_NONE,
     MODEL,
     STATE,
+    Registers,
     code_adaptive,
     code_bit,
+    load,
+    store,
 )
 from .contexts import (
     HOT_HAZARD,
+    HOT_MARK,
     KNEE,
     NUM_EXPONENTS,
     NUMBER_COLUMNS,
@@ -29,258 +33,244 @@ from .contexts import (
     RESIDUAL_FLAG,
     UNCHANGED_FLAG,
 )
-from .jit import I8, VOID, int64, kernel, writable
+from .jit import CODED, I8, REGISTERS, VOID, kernel
 from .positions import (
+    AGES,
+    BASE,
     BITS,
     CHUNK,
-    COLD_CHANGED,
+    COLUMN_SHAPE,
     FACTS,
-    FLAGS,
-    HAS_TABLE,
-    HAZARDS,
-    HOT_CHANGED,
+    HAS_ROWS,
+    INDICES,
+    LEVEL,
     LOOKUP,
     PAST,
-    ROW_PRIOR,
+    ROW_SHAPE,
     ROW_UNIT,
-    TARGET,
+    RUN,
+    START,
+    SUMS,
+    TOTALS,
+    VALUES,
+    VECTOR,
     WORDS,
-    WORK,
     code_cold,
     code_hot,
-    fill_by_law,
-    fill_by_table,
-    list_hot,
-    scale_rows,
+    scale_runs,
     sum_runs,
 )
 
-INDICES = writable("int64")
-VALUES = writable("uint16")
-
 START_LEVEL: Final = 4 * 115
+NO_BASE: Final = -(1 << 20)
 NUMBER_LENGTHS: Final = 20
 NUM_RESIDUALS: Final = NUM_EXPONENTS - KNEE
+MAX_RESIDUAL: Final = 127
 ROW_PRIORS: Final = (0, *(ROW_UNIT * shape for shape in (32, 16, 8, 4, 2, 1)))
 """Gamma shapes of the rows' rates, in 1/256; 0 stands for rows that are all alike."""
 COLUMN_PRIORS: Final = (0, 4, 8, 16, 32, 64)
 """Changes that the even prior of a column's direction counts for; 0 for no use of columns."""
 
+# What the encoder tells the decoder about the rates of one segment: four times the exponent field
+# at which the hazard of a change is one nat, indices into ROW_PRIORS and COLUMN_PRIORS, and the
+# quarter octaves by which the hazard at the knee and each exponent above falls short.
+RATE_LEVEL: Final = 0
+RATE_ROWS: Final = 1
+RATE_COLUMNS: Final = 2
+RATE_RESIDUALS: Final = 3
+NUM_RATES: Final = RATE_RESIDUALS + NUM_RESIDUALS
+
 _QUARTERS: Final = (67108864, 56431603, 47453133, 39903169)
 """2**26 * 2**(-q/4), rounded."""
+_ROW_SHAPES: Final = np.array(ROW_PRIORS, np.int64)
+_COLUMN_SHAPES: Final = np.array(COLUMN_PRIORS, np.int64)
+_QUARTER_TABLE: Final = np.array(_QUARTERS, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentModel:
-    """What the encoder tells the decoder about the rates of one segment."""
-
-    level: int
-    """Four times the exponent field at which the hazard of a change is one nat."""
-    residuals: tuple[int, ...]
-    """Quarter octaves by which the hazard at the knee and each exponent above falls short."""
-    row_prior: int
-    """Index into ROW_PRIORS."""
-    column_prior: int
-    """Index into COLUMN_PRIORS."""
-
-    @property
-    def knee(self) -> int:
-        """First exponent field whose hazard, by the law, is at most one nat."""
-        return -(-self.level // 4)
-
-
-def window_base(level: int, *, previous: int | None) -> int:
+@kernel(I8, I8, I8)
+def window_base(level: int, previous: int) -> int:
     """First exponent field of the window that contexts count exponents from.
 
     It stays while a segment's knee is within two of its place, so that segments share contexts.
     """
     nearest = (level + 2) // 4 - KNEE
-    if previous is not None and abs(nearest - previous) <= 2:
+    if abs(nearest - previous) <= 2:
         return previous
     return nearest
 
 
+@kernel(I8, I8)
 def hazard_at(quarters: int) -> int:
-    """2**(-quarters/4) nats as a fixed-point hazard of at least one unit; zero when hot."""
+    """2**(-quarters/4) nats as a fixed-point hazard of at least one unit; HOT_MARK when hot."""
     if quarters < 0:
-        return 0
-    hazard = max(_QUARTERS[quarters % 4] >> (quarters // 4), 1)
-    return 0 if hazard >= HOT_HAZARD else hazard
+        return HOT_MARK
+    hazard = max(_QUARTER_TABLE[quarters % 4] >> min(quarters // 4, 63), 1)
+    return HOT_MARK if hazard >= HOT_HAZARD else hazard
 
 
-def law_parameters(model: SegmentModel) -> tuple[int, int, int]:
-    """Hazard at the knee, the first exponent field that is cold, and whether a table is needed."""
-    scale = _QUARTERS[4 * model.knee - model.level]
-    places = 0
-    while scale >> places >= HOT_HAZARD:
-        places += 1
-    return scale, model.knee + places, int(any(model.residuals))
-
-
-def hazard_lookup(model: SegmentModel) -> Any:
-    """uint32 hazard of every exponent field 0..255; zero where elements are coded singly."""
-    lookup = np.zeros(256, np.uint32)
-    if not any(model.residuals):
-        return lookup
-    offset = 4 * model.knee - model.level
-    window = [
-        hazard_at(4 * place + offset + model.residuals[place]) for place in range(NUM_RESIDUALS)
-    ]
+@kernel(VOID, VECTOR, LOOKUP)
+def fill_lookup(rates: Any, lookup: Any) -> None:
+    """Hazard of every exponent field 0..255; HOT_MARK where elements are coded singly."""
+    knee = -(-rates[RATE_LEVEL] // 4)
     for field in range(256):
-        place = field - model.knee
-        if place >= 0:
-            lookup[field] = window[min(place, NUM_RESIDUALS - 1)]
-    return lookup
+        place = min(field - knee, NUM_RESIDUALS - 1)
+        if place < 0:
+            lookup[field] = HOT_MARK
+        else:
+            quarters = 4 * (knee + place) - rates[RATE_LEVEL]
+            lookup[field] = hazard_at(quarters + rates[RATE_RESIDUALS + place])
 
 
-@kernel(I8, STATE, BYTES, MODEL, I8, I8)
-def code_number(state: Any, buffer: Any, contexts: Any, context: int, value: int) -> int:
+@kernel(CODED, REGISTERS, BYTES, MODEL, I8, I8)
+def code_number(
+    registers: Registers, buffer: Any, model: Any, context: int, value: int
+) -> tuple[Registers, int]:
     """Code 0..2**20 - 2: the bit length of value + 1 in adaptive unary, then its lower bits."""
     value += 1
     length = 0
     while length < NUMBER_LENGTHS - 1:
         more = 1 if value >> (length + 1) else 0
-        if code_adaptive(state, buffer, contexts, context + length, more) == 0:
+        registers, more = code_adaptive(registers, buffer, model, context + length, more)
+        if more == 0:
             break
         length += 1
     result = 1
     for place in range(length - 1, -1, -1):
-        result = 2 * result + code_bit(state, buffer, 32768, (value >> place) & 1)
-    return result - 1
+        registers, bit = code_bit(registers, buffer, 32768, (value >> place) & 1)
+        result = 2 * result + bit
+    return registers, result - 1
 
 
-def code_signed(state: Any, buffer: Any, contexts: Any, context: int, value: int) -> int:
+@kernel(CODED, REGISTERS, BYTES, MODEL, I8, I8)
+def code_signed(
+    registers: Registers, buffer: Any, model: Any, context: int, value: int
+) -> tuple[Registers, int]:
     """Code a small signed number as zigzag."""
-    folded = code_number(
-        state, buffer, contexts, context, 2 * value if value >= 0 else -2 * value - 1
-    )
-    return folded // 2 if folded % 2 == 0 else -(folded + 1) // 2
+    folded = 2 * value if value >= 0 else -2 * value - 1
+    registers, folded = code_number(registers, buffer, model, context, folded)
+    return registers, folded // 2 if folded % 2 == 0 else -(folded + 1) // 2
 
 
-def code_model(
-    state: Any, buffer: Any, contexts: Any, model: SegmentModel | None, *, level: int
-) -> SegmentModel | None:
-    """Code a segment's model, or `None` for one without changes, given the previous level.
+@kernel(CODED, REGISTERS, BYTES, MODEL, VECTOR, I8)
+def code_rates(
+    registers: Registers, buffer: Any, model: Any, rates: Any, level: int
+) -> tuple[Registers, int]:
+    """Code the rates of a segment, given the previous level; a decoder fills them.
 
-    A decoder passes `None` and gets the model. Out-of-range fields raise `ValueError`.
+    Returns zero when what a decoder finds is out of range.
     """
-    decoding = bool(state[DECODING])
-    if code_adaptive(
-        state, buffer, contexts, UNCHANGED_FLAG, 0 if decoding or model is not None else 1
-    ):
-        return None
-    given = model or SegmentModel(
-        level=level, residuals=(0,) * NUM_RESIDUALS, row_prior=0, column_prior=0
+    registers, moved = code_signed(registers, buffer, model, NUMBER_KNEE, rates[RATE_LEVEL] - level)
+    rates[RATE_LEVEL] = level + moved
+    registers, rates[RATE_ROWS] = code_number(
+        registers, buffer, model, NUMBER_ROWS, rates[RATE_ROWS]
     )
-    new_level = level + code_signed(state, buffer, contexts, NUMBER_KNEE, given.level - level)
-    if not -1024 <= new_level <= 2048:
-        raise ValueError(f"rate level {new_level} is out of range")
-    row_prior = code_number(state, buffer, contexts, NUMBER_ROWS, given.row_prior)
-    column_prior = code_number(state, buffer, contexts, NUMBER_COLUMNS, given.column_prior)
-    if row_prior >= len(ROW_PRIORS) or column_prior >= len(COLUMN_PRIORS):
-        raise ValueError("a prior is out of range")
-    return SegmentModel(
-        level=new_level,
-        residuals=_code_residuals(state, buffer, contexts, given.residuals),
-        row_prior=row_prior,
-        column_prior=column_prior,
+    registers, rates[RATE_COLUMNS] = code_number(
+        registers, buffer, model, NUMBER_COLUMNS, rates[RATE_COLUMNS]
     )
+    sound = -1024 <= rates[RATE_LEVEL] <= 2048
+    sound &= rates[RATE_ROWS] < _ROW_SHAPES.size and rates[RATE_COLUMNS] < _COLUMN_SHAPES.size
+    any_residual = 1 if np.any(rates[RATE_RESIDUALS:]) else 0
+    registers, any_residual = code_adaptive(registers, buffer, model, RESIDUAL_FLAG, any_residual)
+    for place in range(RATE_RESIDUALS, NUM_RATES):
+        value = 0
+        if any_residual == 1:
+            registers, value = code_signed(registers, buffer, model, NUMBER_RESIDUAL, rates[place])
+        sound &= abs(value) <= MAX_RESIDUAL
+        rates[place] = value
+    return registers, 1 if sound else 0
 
 
-def _code_residuals(
-    state: Any, buffer: Any, contexts: Any, residuals: tuple[int, ...]
-) -> tuple[int, ...]:
-    if not code_adaptive(state, buffer, contexts, RESIDUAL_FLAG, 1 if any(residuals) else 0):
-        return (0,) * NUM_RESIDUALS
-    coded = tuple(
-        code_signed(state, buffer, contexts, NUMBER_RESIDUAL, value) for value in residuals
-    )
-    if max(map(abs, coded)) > 127:
-        raise ValueError("a rate residual is out of range")
-    return coded
+@kernel(CODED, REGISTERS, STATE, BYTES, MODEL, VECTOR, LOOKUP, FACTS, I8)
+def code_head(
+    registers: Registers, state: Any, buffer: Any, model: Any, rates: Any, lookup: Any,
+    facts: Any, is_changed: int,
+) -> tuple[Registers, int]:  # fmt: skip
+    """Code whether a segment changed and, if so, its rates, and make them known."""
+    registers, unchanged = code_adaptive(registers, buffer, model, UNCHANGED_FLAG, 1 - is_changed)
+    if unchanged == 1:
+        return registers, 0
+    registers, sound = code_rates(registers, buffer, model, rates, facts[LEVEL])
+    if facts[HAS_ROWS] == 0 and rates[RATE_ROWS] + rates[RATE_COLUMNS] > 0:
+        sound = 0
+    if sound == 0:
+        state[FAULT] = FAULT_MODEL
+        return registers, 0
+    fill_lookup(rates, lookup)
+    facts[LEVEL] = rates[RATE_LEVEL]
+    facts[BASE] = window_base(rates[RATE_LEVEL], facts[BASE])
+    facts[ROW_SHAPE] = _ROW_SHAPES[rates[RATE_ROWS]]
+    facts[COLUMN_SHAPE] = _COLUMN_SHAPES[rates[RATE_COLUMNS]]
+    return registers, 1
 
 
-@kernel(I8, HAZARDS, WORK, INDICES, VALUES, I8, I8, I8, I8, INDICES)
-def split_changes(
-    hazards: Any, work: Any, indices: Any, values: Any, first: int, last: int,
-    start: int, size: int, counts: Any,
-) -> int:  # fmt: skip
-    """Hand the changes of one chunk to the hot and the cold list; returns where to go on."""
-    num_hot = 0
-    num_cold = 0
-    turn = first
-    while turn < last and indices[turn] < start + size:
-        at = indices[turn] - start
-        work[TARGET + at] = values[turn]
-        if hazards[at] == 0:
-            work[HOT_CHANGED + num_hot] = at
-            num_hot += 1
-        else:
-            work[COLD_CHANGED + num_cold] = at
-            num_cold += 1
-        turn += 1
-    counts[0] = num_hot
-    counts[1] = num_cold
-    return turn
-
-
-@kernel(VOID, WORK, INDICES, VALUES, I8, I8, I8, I8)
+@kernel(I8, INDICES, VALUES, I8, I8, INDICES, VALUES, I8)
 def merge_changes(
-    work: Any, indices: Any, values: Any, first: int, start: int, num_hot: int, num_cold: int
-) -> None:
-    """Append the changes of one chunk, found in two lists, in order of position."""
-    hot = HOT_CHANGED
-    cold = COLD_CHANGED
-    last_hot = hot + num_hot
-    last_cold = cold + num_cold
-    for turn in range(first, first + num_hot + num_cold):
-        if cold == last_cold or (hot < last_hot and work[hot] < work[cold]):
-            at = int64(work[hot])
+    found: Any, bits: Any, num_hot: int, end: int, indices: Any, values: Any, first: int
+) -> int:
+    """Append the changes of one chunk, hot ones then cold ones, in order of position."""
+    hot = 0
+    cold = num_hot
+    for turn in range(first, first + end):
+        if cold == end or (hot < num_hot and found[hot] < found[cold]):
+            source = hot
             hot += 1
         else:
-            at = int64(work[cold])
+            source = cold
             cold += 1
-        indices[turn] = start + at
-        values[turn] = work[TARGET + at]
+        indices[turn] = found[source]
+        values[turn] = bits[source]
+    return first + end
 
 
 @kernel(
-    I8, STATE, BYTES, MODEL, BITS, PAST, FACTS, LOOKUP, HAZARDS, HAZARDS, FLAGS, WORDS, WORK,
-    INDICES, VALUES, I8, I8,
+    I8, STATE, BYTES, MODEL, BITS, PAST, WORDS, AGES, FACTS, VECTOR, VECTOR, VECTOR, VECTOR,
+    VECTOR, LOOKUP, SUMS, TOTALS, INDICES, VALUES, INDICES, VALUES, I8, I8,
 )  # fmt: skip
-def code_changes(
-    state: Any, buffer: Any, model: Any, old: Any, past: Any, facts: Any, lookup: Any,
-    hazards: Any, sums: Any, flags: Any, words: Any, work: Any,
-    indices: Any, values: Any, first: int, last: int,
+def code_segment(
+    state: Any, buffer: Any, model: Any, old: Any, past: Any, words: Any, ages: Any, facts: Any,
+    events: Any, expected: Any, leans: Any, numbers: Any, rates: Any, lookup: Any, sums: Any,
+    totals: Any, found: Any, bits: Any, indices: Any, values: Any, first: int, last: int,
 ) -> int:  # fmt: skip
-    """Code all changes of a segment: `indices[first:last]` and `values[first:last]`.
+    """Code a segment with its changes: `indices[first:last]` and `values[first:last]`.
 
-    A decoder fills them, never past `last`. Returns where it stopped.
+    A decoder fills them, never past `last`. Returns where it stopped, for an encoder `last`.
     """
-    pair = np.zeros(2, np.int64)
-    for start in range(0, old.size, CHUNK):
+    registers, is_changed = code_head(
+        load(state), state, buffer, model, rates, lookup, facts, 1 if last > first else 0
+    )
+    decoding = registers[DECODING]
+    begin = first
+    for start in range(0, old.size if is_changed == 1 else 0, CHUNK):
         size = min(CHUNK, old.size - start)
-        if facts[HAS_TABLE] != 0:
-            fill_by_table(old, past, facts, lookup, hazards, flags, start, size)
-        else:
-            fill_by_law(old, past, facts, hazards, flags, start, size)
-        num_hot = list_hot(flags, words, work, size)
-        if state[DECODING] == 0:
-            first = split_changes(hazards, work, indices, values, first, last, start, size, pair)
-        hot = code_hot(state, buffer, model, old, past, facts, work, start, num_hot, pair[0])
+        facts[START] = start
+        before = old[start : start + size]
+        memory = past[start : start + size]
+        runs = words[start // RUN : (start + size + RUN - 1) // RUN]
+        sum_runs(before, memory, runs, lookup, facts, sums)
+        known, known_bits, turn, limit = (indices, values, first, last)
+        if decoding == 1:
+            known, known_bits, turn, limit = (found, bits, 0, found.size)
+        registers, hot = code_hot(
+            registers, state, buffer, model, before, memory, lookup, ages, facts,
+            events, expected, leans, numbers, sums, known, known_bits, turn, limit, size,
+        )  # fmt: skip
         if state[FAULT] != FAULT_NONE:
-            return first
-        if facts[ROW_PRIOR] != 0:
-            scale_rows(facts, hazards, start, size)
-        sum_runs(hazards, sums, size)
-        cold = code_cold(
-            state, buffer, model, old, past, facts, work, hazards, sums, start, size, pair[1]
-        )
-        if state[DECODING] == 1:
-            if first + hot + cold > last:
-                state[FAULT] = FAULT_COUNT
-            if state[FAULT] != FAULT_NONE:
-                return first
-            merge_changes(work, indices, values, first, start, hot, cold)
-            first += hot + cold
+            break
+        scale_runs(facts, events, expected, sums, totals, size)
+        registers, end = code_cold(
+            registers, state, buffer, model, before, memory, lookup, ages, facts,
+            events, expected, leans, numbers, totals, known, known_bits,
+            hot if decoding == 1 else first, limit, size,
+        )  # fmt: skip
+        if decoding == 1 and first + end > last:
+            state[FAULT] = FAULT_COUNT
+        if state[FAULT] != FAULT_NONE:
+            break
+        if decoding == 1:
+            first = merge_changes(found, bits, hot, end, indices, values, first)
+        else:
+            first = end
+    store(state, registers)
+    if decoding == 1 and is_changed == 1 and first == begin:
+        state[FAULT] = FAULT_COUNT
     return first

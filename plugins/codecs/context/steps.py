@@ -11,7 +11,7 @@ from typing import Any
 from .coder import (
     BYTES,
     MODEL,
-    STATE,
+    Registers,
     clamp_chance,
     code_adaptive,
     code_bit,
@@ -30,32 +30,32 @@ from .contexts import (
     TREE_NODES,
     UP_BIT,
 )
-from .jit import I8, kernel
+from .jit import CODED, I8, REGISTERS, kernel
 
 MAX_LENGTH = 16
 
 
-@kernel(I8, I8)
+@kernel(I8, I8, inlined=True)
 def to_ordered(bits: int) -> int:
     """Map a 16-bit float's bits to their rank; negative patterns run backwards."""
     return bits ^ 0xFFFF if bits & 0x8000 else bits ^ 0x8000
 
 
-@kernel(I8, I8)
+@kernel(I8, I8, inlined=True)
 def from_ordered(rank: int) -> int:
     """The inverse of `to_ordered`."""
     return rank ^ 0x8000 if rank & 0x8000 else rank ^ 0xFFFF
 
 
-@kernel(I8, STATE, BYTES, MODEL, I8, I8, I8)
+@kernel(CODED, REGISTERS, BYTES, MODEL, I8, I8, I8, inlined=True)
 def code_magnitude(
-    state: Any,
+    registers: Registers,
     buffer: Any,
     model: Any,
     exponent: int,
     relation: int,
     magnitude: int,
-) -> int:
+) -> tuple[Registers, int]:
     """Code a magnitude of 1..65535: its bit length in unary, then the bits below the top one,
     the first three of them in a tree of contexts."""
     row = min(max(exponent - SIZE_LOWEST, 0), SIZE_EXPONENTS - 1)
@@ -65,7 +65,8 @@ def code_magnitude(
     while length < MAX_LENGTH:
         more = 1 if magnitude >> (length + 1) else 0
         context = base + max(length + moved, 0)
-        if code_adaptive(state, buffer, model, context, more) == 0:
+        registers, more = code_adaptive(registers, buffer, model, context, more)
+        if more == 0:
             break
         length += 1
     tree = TREE + (row * NUM_MAGNITUDES + max(length + moved, 0)) * TREE_NODES
@@ -73,16 +74,16 @@ def code_magnitude(
     for place in range(length - 1, -1, -1):
         bit = (magnitude >> place) & 1
         if value < TREE_NODES:
-            bit = code_adaptive(state, buffer, model, tree + value, bit)
+            registers, bit = code_adaptive(registers, buffer, model, tree + value, bit)
         else:
-            bit = code_bit(state, buffer, 32768, bit)
+            registers, bit = code_bit(registers, buffer, 32768, bit)
         value = 2 * value + bit
-    return value
+    return registers, value
 
 
-@kernel(I8, STATE, BYTES, MODEL, I8, I8, I8, I8, I8)
+@kernel(CODED, REGISTERS, BYTES, MODEL, I8, I8, I8, I8, I8, inlined=True)
 def code_step(
-    state: Any,
+    registers: Registers,
     buffer: Any,
     model: Any,
     exponent: int,
@@ -90,7 +91,7 @@ def code_step(
     past: int,
     up_chance: int,
     step: int,
-) -> int:
+) -> tuple[Registers, int]:
     """Code a signed non-zero step.
 
     `age` and `past` are the age class and history byte of the element; `up_chance` is the chance,
@@ -98,13 +99,13 @@ def code_step(
     """
     up = 1 if step > 0 else 0
     if age == 0:
-        up = code_bit(state, buffer, clamp_chance(up_chance), up)
+        registers, up = code_bit(registers, buffer, clamp_chance(up_chance), up)
         relation = 0
     else:
         last_up = 1 if past & UP_BIT else 0
         at = SAME + age * SAME_EXPONENTS + min(max(exponent, LOWEST), SAME_EXPONENTS - 1)
-        same = code_adaptive(state, buffer, model, at, 1 if up == last_up else 0)
+        registers, same = code_adaptive(registers, buffer, model, at, 1 if up == last_up else 0)
         up = last_up if same == 1 else 1 - last_up
         relation = 1 + same
-    magnitude = code_magnitude(state, buffer, model, exponent, relation, abs(step))
-    return magnitude if up == 1 else -magnitude
+    registers, size = code_magnitude(registers, buffer, model, exponent, relation, abs(step))
+    return registers, size if up == 1 else -size
