@@ -297,6 +297,23 @@ class TestHistory:
         assert 0 < kept.num_deltas < history.REBASE_AT
         assert int(kept.ages().max()) == 7
 
+    def test_a_copy_of_it_decodes_and_goes_its_own_way(
+        self, real_states: list[PolicyTensors]
+    ) -> None:
+        codec = context.ContextCodec()
+        ours = codec.start_history(real_states[0].specs)
+        copied = copy.deepcopy(ours)
+        for old, new in pairwise(real_states):
+            encoded = codec.encode(old, new, history=ours)
+            before = copied.digest()
+            codec.advance(ours, old, encoded.changes)
+            assert copied.digest() == before
+            assert changes_equal(
+                codec.decode(encoded.payload, old, history=copied), encoded.changes
+            )
+            codec.advance(copied, old, encoded.changes)
+            assert copied.digest() == ours.digest()
+
     def test_its_digest_notices_each_part(self) -> None:
         spec = TensorSpec(name="w", dtype="bfloat16", shape=(16, 64))
         empty = history.ContextHistory([spec]).digest()

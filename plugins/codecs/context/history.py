@@ -44,9 +44,9 @@ class TensorHistory:
         columns = self.grid.columns if self.grid.has_rows else 0
         self.rates = np.zeros(256, np.int64)
         """Share of changes by exponent field in the first delta, in 2**-16; 0 where common."""
+        self.num_elements = spec.num_elements
         self.words = np.zeros(-(-spec.num_elements // 8), np.uint64)
         """The history bytes, eight at a time, with zeros past the last."""
-        self.past = self.words.view(np.uint8)[: spec.num_elements]
         self.events = np.zeros(rows, np.int64)
         self.expected = np.zeros(rows, np.int64)
         self.weights = np.zeros(rows, np.int64)
@@ -60,6 +60,11 @@ class TensorHistory:
             if isinstance(value, np.ndarray):
                 setattr(twin, name, value.copy())
         return twin
+
+    @property
+    def past(self) -> npt.NDArray[np.uint8]:
+        """The history byte of each element: a view, so that copies of a history stay whole."""
+        return self.words.view(np.uint8)[: self.num_elements]
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         """Everything that makes up this history."""
