@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from .repository import PolicyRepository
     from .retention import GcReport, gc
     from .sharded_publisher import ShardCoordinator, ShardPublisher
-    from .sharding import plan_transfer
+    from .sharding import describe_plan, plan_transfer
+    from .share_reader import ShareSubscriber
+    from .shares import row_shares, shares_of
     from .subscriber import Activation, StagedVersion, Subscriber
+    from .transfer import TransferCounts, TransferOptions
     from .verify import VerifyReport
 
 _MODULES = {
@@ -33,11 +36,15 @@ _MODULES = {
     "Publisher": "publisher",
     "ShardCoordinator": "sharded_publisher",
     "ShardPublisher": "sharded_publisher",
+    "ShareSubscriber": "share_reader",
     "StagedVersion": "subscriber",
     "Subscriber": "subscriber",
     "TensorSpec": "bits",
+    "TransferCounts": "transfer",
+    "TransferOptions": "transfer",
     "VerifyReport": "verify",
     "VersionRef": "records",
+    "describe_plan": "sharding",
     "export_safetensors": "export",
     "gc": "retention",
     "import_safetensors": "export",
@@ -45,6 +52,8 @@ _MODULES = {
     "needs_anchor": "drafting",
     "pack": "packing",
     "plan_transfer": "sharding",
+    "row_shares": "shares",
+    "shares_of": "shares",
     "unpack": "packing",
 }
 
@@ -59,11 +68,15 @@ __all__ = [
     "Publisher",
     "ShardCoordinator",
     "ShardPublisher",
+    "ShareSubscriber",
     "StagedVersion",
     "Subscriber",
     "TensorSpec",
+    "TransferCounts",
+    "TransferOptions",
     "VerifyReport",
     "VersionRef",
+    "describe_plan",
     "export_safetensors",
     "gc",
     "import_safetensors",
@@ -71,6 +84,8 @@ __all__ = [
     "needs_anchor",
     "pack",
     "plan_transfer",
+    "row_shares",
+    "shares_of",
     "unpack",
 ]
 

@@ -15,6 +15,7 @@ import icechunk
 import numpy as np
 import pytest
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher
 from deltaloom.storage.backend import Cause, classify, translated
@@ -25,6 +26,7 @@ from deltaloom.storage.errors import (
     NotFoundError,
     StorageError,
 )
+from deltaloom.storage.tree import anchor_attributes, read_group
 
 from .storage_support import (
     CountCodec,
@@ -133,6 +135,51 @@ def test_a_chunk_reference_lost_from_the_manifest_does_not_read_as_zeros(tmp_pat
     session.commit("damage", metadata=metadata)
     with pytest.raises(IntegrityError, match=r"policy/anchor/layer\.float32"):
         PolicyRepository.open(tmp_path / "s").read_policy(0, codecs())
+
+
+@pytest.mark.parametrize("damage", [b"\xb2\xff", b"{", b"[]", b"{}"])
+def test_unreadable_metadata_of_a_node_is_an_integrity_error(damage: bytes) -> None:
+    memory = zarr.storage.MemoryStore()
+    root = zarr.open_group(memory, mode="w")
+    root.create_group("policy/anchor")
+    root.create_array("policy/delta/data", shape=(1,), dtype="u1")
+    for path in ("policy/anchor", "policy/delta/data"):
+        memory._store_dict[f"{path}/zarr.json"] = default_buffer_prototype().buffer.from_bytes(
+            damage
+        )
+    with pytest.raises(IntegrityError, match="policy/anchor"):
+        anchor_attributes(root, where="here")
+    with pytest.raises(IntegrityError, match="policy/delta/data"):
+        read_group(memory, "policy/delta", digest="", where="here")
+
+
+def test_a_read_that_failed_leaves_nothing_under_way_at_exit(tmp_path: Path) -> None:
+    """A request that ends after the interpreter did would abort the process."""
+    storage = icechunk.local_filesystem_storage(str(tmp_path / "s"))
+    session = icechunk.Repository.create(storage).writable_session("main")
+    array = zarr.create_group(session.store).create_array(
+        "a", shape=(150, 50_000), chunks=(1, 50_000), dtype="u1"
+    )
+    array[...] = np.random.default_rng(0).integers(0, 255, array.shape, np.uint8)
+    session.commit("many chunks")
+    os.truncate(stored_objects(tmp_path / "s", "chunks")[0], 10)
+    code = (
+        "import icechunk, sys, zarr\n"
+        "from deltaloom.storage.backend import silence_backend_log\n"
+        "from deltaloom.storage.tree import _read_whole\n"
+        "silence_backend_log()\n"
+        "storage = icechunk.local_filesystem_storage(sys.argv[1])\n"
+        "session = icechunk.Repository.open(storage).readonly_session('main')\n"
+        "_read_whole(zarr.open_group(session.store, mode='r')['a'], 'a', where='here')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "s")]
+    for _ in range(3):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1]
+        )
+        assert done.returncode == 1
+        assert "IntegrityError" in done.stderr
+        assert "panicked" not in done.stderr
 
 
 def test_a_damaged_version_does_not_keep_the_next_from_being_published(tmp_path: Path) -> None:
