@@ -27,6 +27,8 @@ class Admission:
             if refused is not None:
                 return f"verifier: {refused}"
         staleness = group.step - 1 - group.oldest_version
+        if staleness < 0:
+            return f"version {group.oldest_version} is newer than what is trained"
         decided: str | None = self._hook.admit_group(
             group=group, staleness=staleness, max_staleness=self._max_staleness
         )

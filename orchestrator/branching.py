@@ -12,12 +12,36 @@ from .errors import RunError, RunErrorCode
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
+    from .replay import Divergence
     from .run_dir import RunManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedFork:
+    """Why a branch could not be continued where it ended: its bits cannot be made here.
+
+    `environment` lists what is otherwise than when it was made.
+    """
+
+    divergence: Divergence
+    environment: Sequence[str]
+
+    @property
+    def words(self) -> str:
+        """The reason in one line."""
+        other = "; ".join(self.environment) or "nothing that the run recorded"
+        return f"{self.divergence.words}. What is different here: {other}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.divergence.to_json(), "environment": list(self.environment)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A branch to start: its name, the version it starts at and the branch that made that."""
+    """A branch to start: its name, the version it starts at and the branch that made that.
+
+    `forced` is None for one that was asked for.
+    """
 
     branch: str
     origin: CommitInfo
@@ -25,13 +49,15 @@ class Fork:
     config: Mapping[str, Any]
     config_digest: str
     changed: Sequence[str]
+    forced: ForcedFork | None = None
 
     @property
     def words(self) -> str:
-        """The fork in one line."""
+        """The fork in one line, and the reason of a forced one in a line before."""
+        reason = f"{self.forced.words}.\n" if self.forced else ""
         changes = "; ".join(self.changed) or "no option changed"
         return (
-            f"branch {self.branch!r} starts at version {self.origin.version} of "
+            f"{reason}branch {self.branch!r} starts at version {self.origin.version} of "
             f"{self.from_branch!r} ({self.origin.snapshot_id}): {changes}"
         )
 
@@ -43,6 +69,7 @@ class Fork:
             "from_version": self.origin.version,
             "from_snapshot_id": self.origin.snapshot_id,
             "changed": list(self.changed),
+            "forced": self.forced.to_json() if self.forced else None,
             "overlay": dict(overlay),
             "config": dict(self.config),
             "config_digest": self.config_digest,
@@ -52,10 +79,10 @@ class Fork:
 
 def first_commit_attributes(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What the first version of a branch says beside what every version does."""
-    names = ("from_branch", "from_version", "from_snapshot_id", "changed")
+    names = ("from_branch", "from_version", "from_snapshot_id", "changed", "forced")
     return {
         "config": entry["config"],
-        "forked_from": {name.removeprefix("from_"): entry[name] for name in names},
+        "forked_from": {name.removeprefix("from_"): entry.get(name) for name in names},
     }
 
 

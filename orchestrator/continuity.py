@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
+from ..storage.errors import NotFoundError
 from .background import BackgroundThread
 from .config import differences
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError, boundary
@@ -19,13 +21,21 @@ if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
 
+MAX_CHECKED_STEPS: Final = 8
+"""Steps of a branch for which the source is asked again when it is resumed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedConfig:
-    """The options that versions were made with, and their digest."""
+    """The options that versions were made with, their digest, and the environment then.
+
+    `version` is the one that recorded them.
+    """
 
     config: Mapping[str, Any]
     digest: str
+    environment: Mapping[str, Any]
+    version: int
 
 
 def recorded_config(repository: PolicyRepository, info: CommitInfo) -> RecordedConfig:
@@ -34,7 +44,12 @@ def recorded_config(repository: PolicyRepository, info: CommitInfo) -> RecordedC
     for ancestor in repository.ancestors(info, over_gaps=True):
         if "config" in ancestor.attributes:
             attributes = ancestor.attributes
-            return RecordedConfig(config=attributes["config"], digest=attributes["config_digest"])
+            return RecordedConfig(
+                config=attributes["config"],
+                digest=attributes["config_digest"],
+                environment=attributes["environment"],
+                version=ancestor.version,
+            )
     raise RunError(
         f"the version that recorded the options of version {info.version} was expired.",
         code=RunErrorCode.RUN_NOT_FOUND,
@@ -48,12 +63,17 @@ def recorded_overlay(pipeline: ResolvedPipeline, config: Mapping[str, Any]) -> M
 
 
 def check_same_options(
-    recorded: RecordedConfig, pipeline: ResolvedPipeline, *, run_dir: str, branch: str
+    config: Mapping[str, Any],
+    digest: str,
+    pipeline: ResolvedPipeline,
+    *,
+    run_dir: str,
+    branch: str,
 ) -> None:
     """Refuse to go on with options that would have made another run. Raises `RunError`."""
-    if recorded.digest == pipeline.config_digest:
+    if digest == pipeline.config_digest:
         return
-    changed = differences(recorded.config, pipeline.config)
+    changed = differences(config, pipeline.config)
     raise RunError(
         f"the pipeline of branch {branch!r} of {run_dir!r} has changed since its last version: "
         f"{'; '.join(changed)}.",
@@ -74,22 +94,51 @@ def check_cursor(head: CommitInfo) -> None:
 
 
 def changed_prompts(
-    repository: PolicyRepository, head: CommitInfo, pipeline: ResolvedPipeline
+    repository: PolicyRepository, head: CommitInfo, pipeline: ResolvedPipeline, *, first: int
 ) -> str:
-    """How the prompts of the last trained step differ from those in the ledger; empty if not.
+    """How prompts differ from those in the ledger of versions `first` to `head`; empty if not.
 
-    The source is called for that step again, with its own seed and its own deadline. Raises
-    `TaskError` or `DeadlineError`. Pipelines that change prompts on the way are not checked.
+    The source is called again for some steps of the range, each with its own seed and deadline.
+    Raises `TaskError` or `DeadlineError`. Pipelines that change prompts on the way are not
+    checked, nor are versions that were expired.
     """
     source = _direct_source(pipeline)
-    if source is None or "ledger" not in head.record.tables:
+    if source is None:
         return ""
-    values, _ = repository.read_table(head.snapshot_id, "ledger")
-    known = dict(zip(values["group_id"], values.get("prompt_digest", []), strict=False))
+    steps = spread(max(first, 1), head.version, limit=MAX_CHECKED_STEPS)
+    known = {step: _recorded_prompts(repository, step, branch=head.branch) for step in steps}
+    known = {step: prompts for step, prompts in known.items() if prompts}
     if not known:
         return ""
-    now = _prompt_digests(source, pipeline, step=head.version)
-    return describe_changes(known, {f"{head.version}/{i}": d for i, d in enumerate(now)})
+    changes = {
+        step: describe_changes(known[step], prompts)
+        for step, prompts in _prompts_now(source, pipeline, steps=list(known))
+    }
+    changed = {step: words for step, words in changes.items() if words}
+    if not changed:
+        return ""
+    step, words = next(iter(changed.items()))
+    return f"step {step}: {words}; {len(changed)} of {len(known)} steps looked at are changed"
+
+
+def spread(first: int, last: int, *, limit: int) -> list[int]:
+    """At most `limit` numbers from `first` to `last`, both included, evenly spread."""
+    count = min(limit, last - first + 1)
+    if count <= 1:
+        return [last] if last >= first else []
+    return [first + round(place * (last - first) / (count - 1)) for place in range(count)]
+
+
+def _recorded_prompts(repository: PolicyRepository, step: int, *, branch: str) -> Mapping[str, str]:
+    """Prompt digests by group as a version's ledger has them; empty if it is not kept."""
+    try:
+        info = repository.info(step, branch=branch)
+    except NotFoundError:
+        return {}
+    if "ledger" not in info.record.tables:
+        return {}
+    values, _ = repository.read_table(info.snapshot_id, "ledger")
+    return dict(zip(values["group_id"], values.get("prompt_digest", []), strict=False))
 
 
 def describe_changes(known: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -101,14 +150,16 @@ def describe_changes(known: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def check_same_data(
-    repository: PolicyRepository, head: CommitInfo, pipeline: ResolvedPipeline
+    repository: PolicyRepository, head: CommitInfo, pipeline: ResolvedPipeline, *, first: int
 ) -> None:
-    """Refuse another dataset than the run's. Raises `RunError`, `TaskError`, `DeadlineError`."""
-    changed = changed_prompts(repository, head, pipeline)
+    """Refuse another dataset than the branch's, by the prompts of versions `first` to `head`.
+
+    Raises `RunError`, `TaskError`, `DeadlineError`.
+    """
+    changed = changed_prompts(repository, head, pipeline, first=first)
     if changed:
         raise RunError(
-            f"the source gives other prompts for step {head.version} than the run was trained "
-            f"on: {changed}.",
+            f"the source gives other prompts than the run was trained on: {changed}.",
             code=RunErrorCode.RUN_MISMATCH,
             remedy="Restore the data, or go on with it on a branch of its own: --branch NAME.",
         )
@@ -124,28 +175,30 @@ def _direct_source(pipeline: ResolvedPipeline) -> ResolvedNode | None:
     return sources[0] if len(sources) == 1 else None
 
 
-def _prompt_digests(
-    source: ResolvedNode, pipeline: ResolvedPipeline, *, step: int
-) -> Sequence[str]:
-    def work() -> Sequence[str]:
+def _prompts_now(
+    source: ResolvedNode, pipeline: ResolvedPipeline, *, steps: Sequence[int]
+) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Prompt digests by group of each step, as the source gives them now."""
+    tokenizer = pipeline.model.create().tokenizer()
+
+    def work(step: int) -> Mapping[str, str]:
         rng = random.Random(derive_seed(pipeline.options.seed, source.name, step))
         with boundary(TaskError, f"source {source.name!r} at step {step}"):
             prompts = source.spec.functions[0](step, rng)
-        tokenizer = pipeline.model.create().tokenizer()
         checked = check_prompts(prompts, node=source.name, step=step, tokenizer=tokenizer)
-        return [prompt_digest(prompt) for prompt in checked]
+        return {f"{step}/{row}": prompt_digest(prompt) for row, prompt in enumerate(checked)}
 
     thread = BackgroundThread("data check", notify=lambda: None)
-    thread.submit(step, work)
-    done = thread.wait(timeout_seconds=source.options.timeout_seconds)
-    if done is None:
-        raise DeadlineError(
-            f"source {source.name!r} took longer than {source.options.timeout_seconds:g} s for "
-            f"step {step}.",
-            code=RunErrorCode.NO_PROGRESS,
-        )
+    for step in steps:
+        thread.submit(step, partial(work, step))
+        done = thread.wait(timeout_seconds=source.options.timeout_seconds)
+        if done is None:
+            raise DeadlineError(
+                f"source {source.name!r} took longer than {source.options.timeout_seconds:g} s "
+                f"for step {step}.",
+                code=RunErrorCode.NO_PROGRESS,
+            )
+        if done.error is not None:
+            raise done.error
+        yield step, done.result
     thread.close(timeout_seconds=0.0)
-    if done.error is not None:
-        raise done.error
-    digests: Sequence[str] = done.result
-    return digests

@@ -22,7 +22,10 @@ MAX_TEXT_CHARS = 60
 
 
 def find_run(path: Path | None) -> Path:
-    """The run meant: the path given, or the newest one in `runs/`. Raises `RunError`."""
+    """The run meant: the path given, or that of `runs/` which was last at work.
+
+    Raises `RunError`.
+    """
     if path is not None:
         return path
     candidates = [file.parent for file in Path("runs").glob("*/run.json")]
@@ -32,7 +35,7 @@ def find_run(path: Path | None) -> Path:
             code=RunErrorCode.RUN_NOT_FOUND,
             remedy="Name one with --run.",
         )
-    return max(candidates, key=lambda run: run.stat().st_mtime)
+    return max(candidates, key=_last_at_work)
 
 
 class StoredRun:
@@ -192,6 +195,12 @@ class StoredRun:
             for row in np.flatnonzero(batch.group_index == group)
             if batch.lengths[row]
         ]
+
+
+def _last_at_work(run: Path) -> float:
+    """When one of a run's own files was last written: a resumed run is newer than it began."""
+    files = (run, *run.glob("*.json*"), *run.glob("branches/*/*.json*"))
+    return max(path.stat().st_mtime for path in files)
 
 
 def version_line(info: CommitInfo) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,15 @@ class Selection:
     from_nodes: tuple[str, ...] = ()
     to_nodes: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, list[str]]:
+        """The parts that choose something."""
+        chosen = {name: list(getattr(self, name)) for name in Selection.__dataclass_fields__}
+        return {name: nodes for name, nodes in chosen.items() if nodes}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Sequence[str]]) -> Selection:
+        return cls(**{name: tuple(nodes) for name, nodes in data.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

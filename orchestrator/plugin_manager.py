@@ -13,9 +13,10 @@ import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pluggy
@@ -281,19 +282,31 @@ def _files(plugins_dir: Path | None) -> Iterable[_Found]:
         yield _Found(path.stem, f"file {path}", "", lambda path=path: import_file(path))
 
 
+class _SourceLoader(SourceFileLoader):
+    """Compiles a file each time: neither reads nor writes a compiled one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_file(path: Path) -> ModuleType:
-    """A Python file as a module under a name of its own, whatever its file is called."""
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    """A Python file as a module under a name of its own, whatever its file is called.
+
+    A file that was changed since is another module, also within the second and at the same size,
+    for which Python would take the compiled file it kept.
+    """
+    content = str(path.resolve()).encode() + b"\0" + path.read_bytes()
+    digest = hashlib.blake2b(content, digest_size=6).hexdigest()
     name = f"deltaloom_file_{digest}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

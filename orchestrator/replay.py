@@ -40,6 +40,40 @@ class ReplayedVersion:
         return self.digest == self.committed_digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where a replay left the committed run, and the version whose stored state it began with."""
+
+    replayed: ReplayedVersion
+    state: CommitInfo
+
+    @property
+    def words(self) -> str:
+        """By how much the bits differ, in one line."""
+        return (
+            f"version {self.replayed.version}, trained again from its stored batch, differs from "
+            f"the committed one: {self.replayed.distance}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        distance = self.replayed.distance
+        return {
+            "version": self.replayed.version,
+            "state_version": self.state.version,
+            "digest": self.replayed.digest,
+            "committed_digest": self.replayed.committed_digest,
+            "distance": distance.to_json() if distance else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The end of a replay: how many versions were trained again, and whether the bits held."""
+
+    num_replayed: int
+    divergence: Divergence | None
+
+
 Report = Callable[[ReplayedVersion], None]
 
 
@@ -86,24 +120,27 @@ def replay(
     *,
     codecs: CodecLookup,
     report: Report | None = None,
-) -> int:
-    """Bring the trainer to exactly `target`; returns how many versions were trained again.
+) -> Replay:
+    """Bring the trainer to exactly `target`, or to the first version whose bits differ.
 
     All of them must have been trained with the trainer's own options, which holds from a stored
     state on: a branch that changes options stores one with its first version. Raises `RunError`
-    (REPLAY_DIVERGED) at the first version whose bits differ, saying by how much.
+    (REPLAY_DIVERGED) when the stored state itself does not give its version.
     """
     start, *rest = versions_since(repository, target, first=target.state_version)
     load_state(trainer, repository, target)
-    for info in (start, *rest):
-        if info is not start:
+    for num_replayed, info in enumerate((start, *rest)):
+        if num_replayed:
             train_again(trainer, repository, info)
         replayed = check_bits(trainer, repository, info, codecs)
         if report is not None:
             report(replayed)
+        if not replayed.matches and not num_replayed:
+            raise _unlike_its_state(replayed)
         if not replayed.matches:
-            raise _diverged(replayed, state_version=start.version)
-    return len(rest)
+            diverged = Divergence(replayed=replayed, state=start)
+            return Replay(num_replayed=num_replayed, divergence=diverged)
+    return Replay(num_replayed=len(rest), divergence=None)
 
 
 def train_again(
@@ -153,12 +190,12 @@ def _same_bits(one: Any, other: Any) -> bool:
     return bool(same_form and one.tobytes() == other.tobytes())
 
 
-def _diverged(replayed: ReplayedVersion, *, state_version: int) -> RunError:
+def _unlike_its_state(replayed: ReplayedVersion) -> RunError:
+    version = replayed.version
     return RunError(
-        f"version {replayed.version}, trained again from its stored batch, differs from the "
-        f"committed one: {replayed.distance}.",
+        f"the trainer state stored with version {version} does not give its weights: "
+        f"{replayed.distance}.",
         code=RunErrorCode.REPLAY_DIVERGED,
-        remedy="Software, thread count or hardware differ from the run's environment "
-        "(deltaloom show 0). Go on where it was made, or start a branch at the version that "
-        f"stored its state, with `resume --from {state_version}`.",
+        remedy="Run `deltaloom verify`, and start a branch at an earlier version with "
+        f"`resume --from {max(0, version - 1)}`.",
     )

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import run_dir as run_dirs
+from .accounting import accounting_from_json
 from .branching import (
+    ForcedFork,
     Fork,
     changed_options_entry,
     first_commit_attributes,
     starts_branch,
     unused_name,
 )
+from .committing import environment
 from .config import differences, merge
 from .continuity import (
     RecordedConfig,
@@ -41,6 +44,7 @@ from .session import Prepared, Session
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
+    from .replay import Divergence
 
 __all__ = [
     "Prepared",
@@ -79,22 +83,22 @@ def prepare(request: RunRequest) -> Prepared:
         plugins_dir=str(request.plugins_dir.absolute()) if request.plugins_dir else None,
         overlay=request.overlay,
         store_url=str(run_dir.store),
+        selection=request.selection.to_json() if request.selection else {},
     )
-    plugins, pipeline, plan = assemble(manifest, selection=request.selection)
+    plugins, pipeline, plan = assemble(manifest)
     return Prepared(
         run_dir=run_dir, manifest=manifest, plugins=plugins, pipeline=pipeline, plan=plan
     )
 
 
-def assemble(
-    manifest: RunManifest, *, selection: Selection | None = None
-) -> tuple[Plugins, ResolvedPipeline, Plan]:
+def assemble(manifest: RunManifest) -> tuple[Plugins, ResolvedPipeline, Plan]:
     """Plugins, resolved pipeline and plan of a manifest."""
     directory = Path(manifest.plugins_dir) if manifest.plugins_dir else None
     plugins = create_plugins(plugins_dir=directory)
     pipeline = resolve(
         load_pipeline(Path(manifest.pipeline_path)), plugins, overlay=manifest.overlay
     )
+    selection = Selection.from_json(manifest.selection)
     return plugins, pipeline, make_plan(pipeline, plugins, selection=selection)
 
 
@@ -202,21 +206,51 @@ class _Resumption:
             fresh = entry is not None and head.snapshot_id == entry["from_snapshot_id"]
             recorded = recorded_config(self._repository, head)
             self._check(head, prepared, entry if fresh else None, recorded)
-            self._write_changes(before, prepared)
+            if not prepared.plan.template.trains:
+                self._write_changes(before, prepared)
+                return session.resume_slice(head)
             if head.version >= prepared.pipeline.options.steps:
-                return session.finished(head)
-            trainer, algorithm, _ = session.trainer_at(head, recorded)
-            first = first_commit_attributes(entry) if entry is not None and fresh else {}
-            return session.resume(head, trainer, algorithm, first_attributes=first)
+                self._write_changes(before, prepared)
+                return session.finished(head, accounting_from_json(head.attributes["accounting"]))
+            rebuilt = session.trainer_at(head, recorded)
+            if rebuilt.divergence is None:
+                self._write_changes(before, prepared)
+                first = first_commit_attributes(entry) if entry is not None and fresh else {}
+                return session.resume(head, rebuilt, first_attributes=first)
+        return self._branch_off(
+            rebuilt.divergence.state,
+            name=None,
+            overlay=prepared.manifest.overlay,
+            divergence=rebuilt.divergence,
+        )
 
     def fork(self) -> Mapping[str, Any]:
         """Start a branch at a stored version, exactly."""
         origin = self._origin()
+        before = self._stored.on_branch(self._maker_of(origin))
+        overlay = merge(before.overlay, self._request.changes)
+        return self._branch_off(origin, name=self._request.branch, overlay=overlay)
+
+    def _branch_off(
+        self,
+        origin: CommitInfo,
+        *,
+        name: str | None,
+        overlay: Mapping[str, Any],
+        divergence: Divergence | None = None,
+    ) -> Mapping[str, Any]:
+        """Start a branch at a version, or where its bits cannot be made here, at the state that
+        the replay towards it began with."""
         recorded = recorded_config(self._repository, origin)
-        made_on = origin.branch if origin.branch in self._stored.branches else self._stored.branch
-        name = self._new_name(made_on, origin.version)
-        overlay = merge(self._stored.on_branch(made_on).overlay, self._request.changes)
-        prepared = self._assembled(replace(self._stored, branch=name, overlay=overlay))
+        branch = self._new_name(name, origin)
+        prepared = self._assembled(replace(self._stored, branch=branch, overlay=overlay))
+        if not prepared.plan.template.trains:
+            raise RunError(
+                f"{str(self._path)!r} is a slice that does not train: it has no version to start "
+                "a branch at.",
+                code=RunErrorCode.RUN_MISMATCH,
+                remedy="Continue it without --from and --branch, or start a run of its own.",
+            )
         if origin.version >= prepared.pipeline.options.steps:
             raise RunError(
                 f"version {origin.version} is the last of {prepared.pipeline.options.steps} steps.",
@@ -225,22 +259,48 @@ class _Resumption:
             )
         session = self._session(prepared)
         with session.guarded():
-            trainer, algorithm, _ = session.trainer_at(origin, recorded)
-            fork = Fork(
-                branch=name,
-                origin=origin,
-                from_branch=made_on,
-                config=prepared.pipeline.config,
-                config_digest=prepared.pipeline.config_digest,
-                changed=self._changes_of(origin, recorded, prepared),
-            )
-            self._say(fork.words)
-            entry = fork.entry(overlay)
-            self._write(prepared, self._stored.with_entry(entry))
-            self._repository.branch(name, origin.snapshot_id)
-            head = self._repository.head(name)
-            first = first_commit_attributes(entry)
-            return session.resume(head, trainer, algorithm, first_attributes=first)
+            rebuilt = session.trainer_at(origin, recorded)
+            if rebuilt.divergence is None:
+                fork = self._fork(origin, recorded, prepared, divergence)
+                entry = self._make_branch(fork, prepared)
+                head = self._repository.head(branch)
+                first = first_commit_attributes(entry)
+                return session.resume(head, rebuilt, first_attributes=first)
+        diverged = rebuilt.divergence
+        return self._branch_off(diverged.state, name=name, overlay=overlay, divergence=diverged)
+
+    def _fork(
+        self,
+        origin: CommitInfo,
+        recorded: RecordedConfig,
+        prepared: Prepared,
+        divergence: Divergence | None,
+    ) -> Fork:
+        forced = None
+        if divergence is not None:
+            changed = differences(recorded.environment, environment(prepared.pipeline))
+            forced = ForcedFork(divergence=divergence, environment=changed)
+        return Fork(
+            branch=prepared.manifest.branch,
+            origin=origin,
+            from_branch=self._maker_of(origin),
+            config=prepared.pipeline.config,
+            config_digest=prepared.pipeline.config_digest,
+            changed=self._changes_of(origin, recorded, prepared),
+            forced=forced,
+        )
+
+    def _make_branch(self, fork: Fork, prepared: Prepared) -> Mapping[str, Any]:
+        """Say and write down a fork, then make its branch; what `run.json` keeps of it."""
+        self._say(fork.words)
+        entry = fork.entry(prepared.manifest.overlay)
+        self._write(prepared, self._stored.with_entry(entry))
+        self._repository.branch(fork.branch, fork.origin.snapshot_id)
+        return entry
+
+    def _maker_of(self, info: CommitInfo) -> str:
+        """The branch of this run that a version was made on."""
+        return info.branch if info.branch in self._stored.branches else self._stored.branch
 
     def _origin(self) -> CommitInfo:
         ref, current = self._request.from_ref, self._stored.branch
@@ -248,12 +308,12 @@ class _Resumption:
             return self._repository.head(current)
         return self._repository.info(int(ref) if ref.isdigit() else ref, branch=current)
 
-    def _new_name(self, made_on: str, version: int) -> str:
+    def _new_name(self, wanted: str | None, origin: CommitInfo) -> str:
         """The name asked for, or one derived. Raises `InputError` or `RunError` for a bad one."""
         from ..storage.layout import check_ref_name
 
         taken = {*self._stored.branches, *self._repository.branches()}
-        name = self._request.branch or unused_name(made_on, version, taken=taken)
+        name = wanted or unused_name(self._maker_of(origin), origin.version, taken=taken)
         if check_ref_name(name, kind="branch") in taken:
             raise RunError(
                 f"the store of {str(self._path)!r} has a branch {name!r} already.",
@@ -267,7 +327,9 @@ class _Resumption:
     ) -> list[str]:
         """Options that differ from those the version was made with, and changed prompts."""
         changed = differences(recorded.config, prepared.pipeline.config)
-        prompts = changed_prompts(self._repository, origin, prepared.pipeline)
+        prompts = changed_prompts(
+            self._repository, origin, prepared.pipeline, first=recorded.version
+        )
         return [*changed, *([f"prompts: {prompts}"] if prompts else [])]
 
     def _check(
@@ -279,17 +341,17 @@ class _Resumption:
     ) -> None:
         """Refuse to go on as another run. `pending` is a fork that has no version yet."""
         check_cursor(head)
-        expected = recorded
+        expected = recorded.config, recorded.digest
         if pending is not None:
-            expected = RecordedConfig(config=pending["config"], digest=pending["config_digest"])
+            expected = pending["config"], pending["config_digest"]
         check_same_options(
-            expected,
+            *expected,
             prepared.pipeline,
             run_dir=str(self._path),
             branch=prepared.manifest.branch,
         )
         if pending is None:
-            check_same_data(self._repository, head, prepared.pipeline)
+            check_same_data(self._repository, head, prepared.pipeline, first=recorded.version)
 
     def _prepared(self, before: RunManifest) -> Prepared:
         overlay = merge(before.overlay, self._request.changes)

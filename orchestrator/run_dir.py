@@ -17,13 +17,13 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import RunError, RunErrorCode
 
-RUN_FILE_FORMAT = 2
+RUN_FILE_FORMAT = 3
 FIRST_BRANCH = "main"
 
 
@@ -83,6 +83,7 @@ class RunManifest:
 
     `overlay` is of the first branch, `branch` the one that `resume` continues. `history` lists
     forks and changed options, oldest first; a branch has the `overlay` of its newest entry.
+    `selection` is the slice of the graph that runs, `plan.Selection` by its fields.
     """
 
     pipeline_path: str
@@ -92,6 +93,7 @@ class RunManifest:
     store_url: str
     branch: str = FIRST_BRANCH
     history: Sequence[Mapping[str, Any]] = ()
+    selection: Mapping[str, Sequence[str]] = field(default_factory=dict)
     format: int = RUN_FILE_FORMAT
 
     @property

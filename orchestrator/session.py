@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from . import run_dir as run_dirs
-from .accounting import Ledger, LedgerRow, accounting_from_json
+from .accounting import Accounting, Ledger, LedgerRow, accounting_from_json
 from .admission import Admission
 from .committing import Committer, commit_initial, environment
 from .continuity import RecordedConfig, recorded_overlay
@@ -28,10 +28,10 @@ from .pipeline_file import load_pipeline
 from .plan import Plan
 from .plugin_manager import Plugins
 from .records import RunRecorder
-from .replay import build_trainer, replay
+from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
-from .slices import SliceWriter
+from .slices import SliceProgress, SliceWriter, read_progress
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
@@ -65,13 +65,23 @@ class Prepared:
 class _Start:
     """Where a run goes on: its newest version, versions rollouts may need, and the ledger.
 
-    `first_attributes` are for the first version committed.
+    `first_attributes` are for the first version committed; `sliced` is how far a slice is.
     """
 
     head: int
     heads: Mapping[int, str]
     ledger: Ledger
-    first_attributes: Mapping[str, Any]
+    first_attributes: Mapping[str, Any] = field(default_factory=dict)
+    sliced: SliceProgress = field(default_factory=SliceProgress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerAt:
+    """A trainer rebuilt exactly at a version, and its algorithm; closed if the replay diverged."""
+
+    trainer: Trainer
+    algorithm: Algorithm
+    divergence: Divergence | None
 
 
 class Session:
@@ -100,15 +110,20 @@ class Session:
         self._say = say
         self._codecs = codec_lookup(prepared.plugins.components["codec"])
         self._started = time.monotonic()
+        self._executor: Executor | None = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn Ctrl-C and SIGTERM into a clean stop, and tell plugins about errors."""
+        """Turn Ctrl-C and SIGTERM into a clean stop, tell plugins about errors, and leave no
+        worker behind."""
         path = self._run_dir.path
         hook = self._plugins.hook
         try:
             with _termination_as_interrupt():
-                yield
+                try:
+                    yield
+                finally:
+                    self._dismiss_workers()
         except KeyboardInterrupt:
             branch = self._prepared.manifest.branch
             known = self._repository.has_branch(branch)
@@ -129,6 +144,7 @@ class Session:
     def start(self) -> Mapping[str, Any]:
         """From nothing: v0, then every step."""
         with self._publishing(resume=False) as publisher:
+            self.call_workers()
             trainer, algorithm = build_trainer(self._pipeline)
             trainer.initialize(seed=self._pipeline.options.seed)
             info = commit_initial(
@@ -137,37 +153,45 @@ class Session:
                 self._pipeline,
                 pipeline_source=self._prepared.manifest.pipeline_source,
             )
-            start = _Start(
-                head=0, heads={0: info.snapshot_id}, ledger=Ledger(), first_attributes={}
-            )
+            start = _Start(head=0, heads={0: info.snapshot_id}, ledger=Ledger())
             return self._drive(trainer, algorithm, publisher, start)
 
-    def trainer_at(
-        self, info: CommitInfo, recorded: RecordedConfig
-    ) -> tuple[Trainer, Algorithm, int]:
-        """The trainer at exactly a stored version, its algorithm, and the versions replayed.
+    def call_workers(self) -> Executor:
+        """The executor, started by the first call: workers get ready while the caller goes on."""
+        if self._executor is None:
+            self._executor = self._make_executor()
+            self._executor.start()
+        return self._executor
 
-        They are trained again with the options recorded for them, whatever those of the run are
-        now. Raises `RunError` when the bits differ.
+    def trainer_at(self, info: CommitInfo, recorded: RecordedConfig) -> TrainerAt:
+        """The trainer at exactly a stored version, by replay from the nearest stored state.
+
+        Versions are trained again with the options recorded for them, whatever those of the run
+        are now. Workers are called before. Raises `RunError` when the stored state is not that
+        of its version.
         """
+        self.call_workers()
         trainer, algorithm = build_trainer(self._pipeline)
         if recorded.digest == self._pipeline.config_digest:
-            return trainer, algorithm, self._replay(trainer, info)
-        before, _ = build_trainer(self._pipeline_of(recorded))
-        replayed = self._replay(before, info)
-        trainer.load(before.state())
-        before.close()
-        return trainer, algorithm, replayed
+            divergence = self._replay(trainer, info)
+        else:
+            before, _ = build_trainer(self._pipeline_of(recorded))
+            divergence = self._replay(before, info)
+            if divergence is None:
+                trainer.load(before.state())
+            before.close()
+        if divergence is not None:
+            trainer.close()
+        return TrainerAt(trainer=trainer, algorithm=algorithm, divergence=divergence)
 
     def resume(
         self,
         head: CommitInfo,
-        trainer: Trainer,
-        algorithm: Algorithm,
+        rebuilt: TrainerAt,
         *,
         first_attributes: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        """From the branch's head, at which the trainer is."""
+        """From the branch's head, at which the trainer was rebuilt."""
         branch = self._prepared.manifest.branch
         with self._publishing(resume=True) as publisher:
             oldest = self._prepared.plan.template.required_version(head.version + 1)
@@ -187,20 +211,38 @@ class Session:
                 ledger=Ledger(closed=accounting_from_json(head.attributes["accounting"])),
                 first_attributes=first_attributes,
             )
+            return self._drive(rebuilt.trainer, rebuilt.algorithm, publisher, start)
+
+    def resume_slice(self, base: CommitInfo) -> Mapping[str, Any]:
+        """A slice that does not train, after its last whole step. `base` is version 0."""
+        sliced = read_progress(self._run_dir.outputs)
+        if sliced.step >= self._pipeline.options.steps:
+            return self.finished(base, sliced.accounting)
+        trainer, algorithm = build_trainer(self._pipeline)
+        with self._publishing(resume=True) as publisher:
+            start = _Start(
+                head=0,
+                heads={0: base.snapshot_id},
+                ledger=Ledger(closed=sliced.accounting),
+                sliced=sliced,
+            )
             return self._drive(trainer, algorithm, publisher, start)
 
-    def finished(self, head: CommitInfo) -> Mapping[str, Any]:
+    def finished(self, head: CommitInfo, totals: Accounting) -> Mapping[str, Any]:
         """The summary of a run that has all its steps; written now if a crash kept it from it."""
         recorder = self._recorder(head.version)
         recorder.close()
         summary = run_dirs.read_summary(self._run_dir)
-        if summary is None or summary["versions"] != head.version:
-            totals = accounting_from_json(head.attributes["accounting"])
+        known = ("versions", "dispatched")
+        if summary is None or [summary[name] for name in known] != [
+            head.version,
+            totals.dispatched,
+        ]:
             summary = recorder.summary(totals, seconds=0.0)
             run_dirs.write_json(self._run_dir.summary_file, summary)
         return {**summary, "already_finished": True}
 
-    def _replay(self, trainer: Trainer, info: CommitInfo) -> int:
+    def _replay(self, trainer: Trainer, info: CommitInfo) -> Divergence | None:
         faults = self._faults
         return replay(
             trainer,
@@ -208,7 +250,7 @@ class Session:
             info,
             codecs=self._codecs,
             report=(lambda _: faults("replayed")) if faults else None,
-        )
+        ).divergence
 
     def _pipeline_of(self, recorded: RecordedConfig) -> ResolvedPipeline:
         overlay = recorded_overlay(self._pipeline, recorded.config)
@@ -225,23 +267,21 @@ class Session:
         options = self._pipeline.options
         state = TaskState(
             template=self._prepared.plan.template,
-            first_step=start.head + 1,
+            first_step=max(start.head, start.sliced.step) + 1,
             last_step=options.steps,
             head_version=start.head,
             max_attempts=options.max_attempts,
         )
         recorder = self._recorder(start.head)
-        executor = self._executor()
         try:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
             )
-            executor.start()
             driver = Driver(
                 pipeline=self._pipeline,
                 plan=self._prepared.plan,
                 state=state,
-                executor=executor,
+                executor=self.call_workers(),
                 ledger=start.ledger,
                 training=self._training(trainer, algorithm, start),
                 committing=Committer(
@@ -261,7 +301,7 @@ class Session:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
         finally:
-            executor.close()
+            self._dismiss_workers()
             recorder.close()
             trainer.close()
         summary = recorder.summary(
@@ -290,7 +330,8 @@ class Session:
 
     def _training(self, trainer: Trainer, algorithm: Algorithm, start: _Start) -> TrainingRole:
         if not self._prepared.plan.template.trains:
-            return SliceWriter(self._run_dir.outputs, self._prepared.plan.template.outputs)
+            outputs = self._prepared.plan.template.outputs
+            return SliceWriter(self._run_dir.outputs, outputs, progress=start.sliced)
         (publish,) = self._pipeline.by_role("publish")
         admit = Admission(self._pipeline, self._plugins)
         last, every = self._pipeline.options.steps, publish.options.state_every
@@ -316,7 +357,12 @@ class Session:
 
         return train
 
-    def _executor(self) -> Executor:
+    def _dismiss_workers(self) -> None:
+        if self._executor is not None:
+            executor, self._executor = self._executor, None
+            executor.close()
+
+    def _make_executor(self) -> Executor:
         options, manifest = self._pipeline.options, self._prepared.manifest
         component = self._plugins.component("executor", options.executor)
         executor: Executor = component(

@@ -1,24 +1,61 @@
-"""Runs of a slice that does not train: outputs of the last nodes, kept as JSON lines."""
+"""Runs of a slice that does not train: outputs of the last nodes, kept as JSON lines.
+
+Nothing is committed; `progress.json` beside the outputs says how far the slice is, so that one
+that was killed goes on after its last whole step.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .accounting import LedgerRow
-from .run_dir import append_json_line
+from .accounting import Accounting, LedgerRow, accounting_from_json, add_row
+from .run_dir import append_json_line, write_json
 from .training import StepResult, close_row, group_metrics
 from .types import Prompt, RolloutGroup, ScoredGroup
 from .wire import score_to_json
 
+_PROGRESS_FILE = "progress.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceProgress:
+    """The last whole step of a slice, the bytes of output up to it, and its closed groups."""
+
+    step: int = 0
+    num_bytes: int = 0
+    accounting: Accounting = field(default_factory=Accounting)
+
+
+def read_progress(directory: Path) -> SliceProgress:
+    """How far a slice is; nothing where it has not finished a step."""
+    file = directory / _PROGRESS_FILE
+    if not file.is_file():
+        return SliceProgress()
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return SliceProgress(
+        step=data["step"],
+        num_bytes=data["num_bytes"],
+        accounting=accounting_from_json(data["accounting"]),
+    )
+
 
 class SliceWriter:
-    """Takes the place of training: writes each item to `outputs/<step's port>.jsonl`."""
+    """Takes the place of training: writes each item to `outputs/<last nodes>.jsonl`.
 
-    def __init__(self, directory: Path, outputs: Sequence[str]) -> None:
+    What the file holds beyond `progress` is of a step that a kill cut short, and is removed.
+    """
+
+    def __init__(self, directory: Path, outputs: Sequence[str], *, progress: SliceProgress) -> None:
         self._path = directory / f"{'+'.join(outputs)}.jsonl"
+        self._accounting = progress.accounting
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        os.truncate(self._path, progress.num_bytes)
 
     def __call__(
         self,
@@ -29,7 +66,6 @@ class SliceWriter:
         lost: Mapping[str, str],
     ) -> StepResult:
         """Write the items of a step; their groups are accounted for as dropped."""
-        self._path.parent.mkdir(exist_ok=True)
         for item in groups:
             append_json_line(self._path, {"step": step, **item_json(item)})
         scored = [item for item in groups if isinstance(item, ScoredGroup)]
@@ -39,7 +75,18 @@ class SliceWriter:
             for group_id, row in open_rows.items()
         )
         metrics = group_metrics(scored, step=1) if scored else {"num_items": float(len(groups))}
+        self._keep_progress(step, rows)
         return StepResult(step=step, rows=rows, metrics=metrics)
+
+    def _keep_progress(self, step: int, rows: Sequence[LedgerRow]) -> None:
+        for row in rows:
+            self._accounting = add_row(self._accounting, row)
+        values = {
+            "step": step,
+            "num_bytes": self._path.stat().st_size,
+            "accounting": self._accounting.to_json(),
+        }
+        write_json(self._path.parent / _PROGRESS_FILE, values)
 
 
 def item_json(item: Any) -> dict[str, Any]:

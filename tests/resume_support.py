@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.plan import Selection
 from deltaloom.orchestrator.run import ResumeRequest, RunRequest, prepare, resume_run, start_run
 
 from .run_support import REPOSITORY
@@ -19,12 +20,21 @@ NUM_STEPS = 6
 
 
 def start(
-    pipeline: Path, run_dir: Path, *, plugins_dir: Path | None = None, **options: object
+    pipeline: Path,
+    run_dir: Path,
+    *,
+    plugins_dir: Path | None = None,
+    selection: Selection | None = None,
+    **options: object,
 ) -> Mapping[str, Any]:
     """Run a pipeline to its end with one worker, or as `options` of the pipeline say."""
     overlay = {"pipeline": {"workers": 1, **options}}
     request = RunRequest(
-        pipeline_path=pipeline, run_dir=run_dir, overlay=overlay, plugins_dir=plugins_dir
+        pipeline_path=pipeline,
+        run_dir=run_dir,
+        overlay=overlay,
+        plugins_dir=plugins_dir,
+        selection=selection,
     )
     return start_run(prepare(request))
 

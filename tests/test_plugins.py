@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from deltaloom.orchestrator.errors import PluginError
-from deltaloom.orchestrator.plugin_manager import BUNDLED_PLUGINS, Plugins, create_plugins
+from deltaloom.orchestrator.plugin_manager import (
+    BUNDLED_PLUGINS,
+    Plugins,
+    create_plugins,
+    import_file,
+)
 
 HEADER = """
 from dataclasses import dataclass
@@ -138,3 +144,14 @@ def test_managers_are_independent(tmp_path: Path) -> None:
     load(tmp_path, good=TRACKER)
     with pytest.raises(PluginError):
         create_plugins().component("tracker", "mine")
+
+
+def test_a_file_changed_within_the_second_at_the_same_size_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("value = 1\n")
+    first, written = import_file(path), path.stat()
+    assert import_file(path) is first
+    path.write_text("value = 2\n")
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert (first.value, import_file(path).value) == (1, 2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["module.py"]

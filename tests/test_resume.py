@@ -13,6 +13,7 @@ from deltaloom.orchestrator.audit import AuditedVersion, audit_run
 from deltaloom.orchestrator.comparing import compare_runs
 from deltaloom.orchestrator.errors import RunError, RunErrorCode
 from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.plan import Selection
 from deltaloom.orchestrator.run_dir import RunDir
 from deltaloom.orchestrator.saved import (
     FIRST_ATTRIBUTES,
@@ -21,7 +22,8 @@ from deltaloom.orchestrator.saved import (
     ledger_columns,
     saved_table,
 )
-from deltaloom.storage.errors import InputError
+from deltaloom.storage import PolicyRepository
+from deltaloom.storage.errors import InputError, IntegrityError
 
 from .resume_support import (
     NUM_STEPS,
@@ -35,6 +37,7 @@ from .resume_support import (
     task_lines,
 )
 from .run_support import REPOSITORY, deltaloom, tiny_pipeline
+from .storage_support import stored_objects
 
 
 def compare(first: Path, second: Path) -> Mapping[str, Any]:
@@ -209,10 +212,79 @@ def test_a_changed_pipeline_goes_on_under_a_branch_of_its_own_only(copied: Path)
 
 def test_another_dataset_is_refused(copied: Path) -> None:
     edited(copied.parent / "pipeline.py", lambda text: text.replace('9", k=2', '9", k=3'))
-    with pytest.raises(RunError, match="other prompts for step 6") as caught:
+    with pytest.raises(RunError, match="other prompts than the run was trained on") as caught:
         resume(copied, steps=NUM_STEPS + 1)
     assert caught.value.code == RunErrorCode.RUN_MISMATCH
-    assert "4 of 4 prompts, first 6/0" in str(caught.value)
+    assert "step 1: 4 of 4 prompts, first 1/0; 6 of 6 steps" in str(caught.value)
+
+
+def test_a_dataset_that_changed_in_its_past_alone_is_refused_but_not_on_a_branch_made_for_it(
+    copied: Path,
+) -> None:
+    edited(
+        copied.parent / "pipeline.py",
+        lambda text: text.replace(
+            "    return [Prompt(", "    texts[0] = texts[step == 3]\n    return [Prompt("
+        ),
+    )
+    with pytest.raises(RunError, match=r"step 3: 1 of 4 prompts, first 3/0; 1 of 6 steps"):
+        resume(copied, steps=NUM_STEPS + 1)
+    lines: list[str] = []
+    resume(copied, steps=NUM_STEPS + 1, branch="other", lines=lines)
+    assert any("prompts: step 3" in line for line in lines)
+    assert resume(copied, steps=NUM_STEPS + 2)["versions"] == NUM_STEPS + 2
+
+
+def test_a_slice_is_kept_by_resume_and_goes_on_after_its_last_whole_step(tmp_path: Path) -> None:
+    pipeline, chosen = tiny_pipeline(tmp_path), Selection(to_nodes=("score",))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start(pipeline, whole, selection=chosen, steps=3)
+    start(pipeline, parts, selection=chosen, steps=2)
+    outputs = parts / "outputs" / "score.jsonl"
+    steps = [json.loads(line)["step"] for line in outputs.read_text().splitlines()]
+    assert steps == [1] * 4 + [2] * 4
+    with outputs.open("a") as file:
+        file.write('{"step": 3, "torn": ')
+    before = len(task_lines(parts))
+    summary = resume(parts, steps=3)
+    assert outputs.read_bytes() == (whole / "outputs" / "score.jsonl").read_bytes()
+    assert {
+        line["task"].split("/")[1] for line in task_lines(parts)[before:] if "task" in line
+    } == {"3"}
+    assert (summary["dispatched"], summary["dropped"], summary["versions"]) == (48, 48, 0)
+    assert resume(parts)["already_finished"]
+    assert len(outputs.read_text().splitlines()) == 12
+    with pytest.raises(RunError, match="slice that does not train"):
+        resume(parts, from_ref="0")
+
+
+def test_a_head_whose_state_is_damaged_is_named_and_an_earlier_version_is_a_start(
+    copied: Path,
+) -> None:
+    store = copied / "store"
+    head = StoredRun(copied).info(str(NUM_STEPS))
+    spoiled = next(path for path in stored_objects(store, "chunks") if _spoils_state(path, store))
+    before = {path: path.stat().st_size for path in store.rglob("*") if path.is_file()}
+    with pytest.raises(IntegrityError, match=f"trainer/state.*version {NUM_STEPS}") as caught:
+        resume(copied, steps=NUM_STEPS + 1)
+    assert head.snapshot_id in str(caught.value)
+    assert {path: path.stat().st_size for path in store.rglob("*") if path.is_file()} == before
+    resume(copied, from_ref="3")
+    assert StoredRun(copied).status()["finished"]
+    assert spoiled.exists()
+
+
+def _spoils_state(path: Path, store: Path) -> bool:
+    """Damage a chunk; undone, unless it is of the newest trainer state alone."""
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    repository = PolicyRepository.open(store, read_only=True)
+    try:
+        repository.read_state(NUM_STEPS)
+    except IntegrityError:
+        return True
+    path.write_bytes(data)
+    return False
 
 
 def test_a_run_of_a_newer_format_is_refused(copied: Path) -> None:
@@ -238,6 +310,7 @@ from deltaloom.orchestrator import hookimpl
 from deltaloom.plugins.trainers.torch_trainer import TorchTrainer
 
 NUDGED_VERSION = -1
+STOPPED_VERSION = -1
 
 class Nudging(TorchTrainer):
     name = "nudging"
@@ -251,17 +324,95 @@ class Nudging(TorchTrainer):
 @hookimpl
 def register_trainers():
     return [Nudging]
+
+@hookimpl
+def before_policy_publish(version):
+    if version == STOPPED_VERSION:
+        raise OSError("stopped here")
 """
 
 
-def test_an_audit_names_the_first_version_that_differs_and_by_how_much(tmp_path: Path) -> None:
-    plugins, run_dir = tmp_path / "plugins", tmp_path / "run"
+def nudging(folder: Path) -> tuple[Path, Path]:
+    """A folder with a trainer that can be told to miss a version, and a pipeline that has it."""
+    plugins = folder / "plugins"
     plugins.mkdir()
     (plugins / "nudging.py").write_text(NUDGING)
-    pipeline = tiny_pipeline(tmp_path, steps=4, train='trainer="nudging"')
-    start(pipeline, run_dir, plugins_dir=plugins)
+    return plugins, tiny_pipeline(folder, steps=NUM_STEPS, train='trainer="nudging"')
+
+
+def tell(plugins: Path, what: str, version: int) -> None:
+    """Give a variable of the plugin its only value other than -1."""
+    text = NUDGING.replace(f"{what}_VERSION = -1", f"{what}_VERSION = {version}")
+    (plugins / "nudging.py").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the nudging trainer that ended at version 5; its newest state is of 3."""
+    folder = tmp_path_factory.mktemp("stopped")
+    plugins, pipeline = nudging(folder)
+    tell(plugins, "STOPPED", 6)
+    with pytest.raises(OSError, match="stopped here"):
+        start(pipeline, folder / "run", plugins_dir=plugins)
+    return folder / "run"
+
+
+@pytest.fixture
+def moved(stopped: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the stopped run and its plugins, where version 5 comes out differently."""
+    run_dir = copy_run(stopped, tmp_path / "run")
+    plugins, _ = nudging(tmp_path)
+    edited(run_dir / "run.json", lambda text: text.replace(str(stopped.parent), str(tmp_path)))
+    tell(plugins, "NUDGED", 5)
+    return run_dir, plugins
+
+
+def test_where_bits_cannot_match_resume_says_by_how_much_and_forks_at_the_stored_state(
+    stopped: Path, moved: tuple[Path, Path]
+) -> None:
+    run_dir, plugins = moved
+    before = snapshots(run_dir)
+    lines: list[str] = []
+    resume(run_dir, lines=lines)
+    (line,) = [line for line in lines if "branch 'main-3' starts at version 3 of 'main'" in line]
+    assert "version 5, trained again from its stored batch, differs" in line
+    assert "1 of " in line
+    assert "ulp" in line
+    assert snapshots(run_dir, branch="main") == before
+    assert StoredRun(run_dir).branch == "main-3"
+    assert StoredRun(run_dir).status()["finished"]
+    forked = StoredRun(run_dir).info("4").attributes["forked_from"]
+    assert (forked["branch"], forked["version"]) == ("main", 3)
+    assert (forked["forced"]["version"], forked["forced"]["state_version"]) == (5, 3)
+    assert forked["forced"]["distance"]["changed"] == 1
+    assert json.loads((run_dir / "run.json").read_text())["history"][-1]["forced"] is not None
     assert audit_run(run_dir)["identical"]
-    edited(plugins / "nudging.py", lambda text: text.replace("VERSION = -1", "VERSION = 2"))
+    assert resume(run_dir)["already_finished"]
+
+    tell(plugins, "NUDGED", -1)
+    resume(run_dir, branch="main")
+    assert StoredRun(run_dir).branch == "main"
+    assert StoredRun(run_dir).status()["finished"]
+    assert digests(run_dir)[:6] == digests(stopped)
+
+
+def test_a_branch_asked_for_at_a_version_that_cannot_be_made_here_starts_at_its_state(
+    moved: tuple[Path, Path],
+) -> None:
+    run_dir, _ = moved
+    lines: list[str] = []
+    resume(run_dir, from_ref="5", branch="other", lines=lines)
+    assert any("branch 'other' starts at version 3 of 'main'" in line for line in lines), lines
+    assert StoredRun(run_dir).branch == "other"
+    assert digests(run_dir)[:5] == digests(run_dir, branch="main")[:5]
+
+
+def test_an_audit_names_the_first_version_that_differs_and_by_how_much(tmp_path: Path) -> None:
+    plugins, pipeline = nudging(tmp_path)
+    run_dir = tmp_path / "run"
+    start(pipeline, run_dir, plugins_dir=plugins, steps=4)
+    assert audit_run(run_dir)["identical"]
+    tell(plugins, "NUDGED", 2)
     done = deltaloom("replay", run_dir, "--json")
     assert done.status == 1, done.err
     result = done.json

@@ -11,15 +11,13 @@ from .output import (
     DebugFlag,
     JsonFlag,
     PluginsDirOption,
+    RunArgument,
     print_json,
     print_pairs,
     print_table,
     show_bytes,
 )
 
-RunArgument = Annotated[
-    Path | None, typer.Argument(help="Run directory; the newest in runs/ if left out.")
-]
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="Run directory; the newest in runs/ if left out.")
 ]

@@ -27,6 +27,9 @@ REQUEST_ERRORS = (ConfigError, PipelineError, PluginError, RunError, InputError,
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+RunArgument = Annotated[
+    Path | None, typer.Argument(help="Run directory; the newest in runs/ if left out.")
+]
 PluginsDirOption = Annotated[
     Path | None, typer.Option("--plugins-dir", help="Folder of one-file plugins.")
 ]

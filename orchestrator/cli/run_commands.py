@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import load_overlays, merge
-from .output import DebugFlag, JsonFlag, PluginsDirOption, print_json
+from .output import DebugFlag, JsonFlag, PluginsDirOption, RunArgument, print_json
 
 Pipeline = Annotated[Path, typer.Argument(help="Python file that defines `pipeline`.")]
 ConfigFiles = Annotated[
@@ -87,7 +87,7 @@ def run(
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: RunArgument = None,
     steps: Steps = None,
     from_ref: Annotated[
         str | None,
@@ -102,11 +102,12 @@ def resume(
     debug: DebugFlag = False,
 ) -> None:
     """Continue a run from its newest version, or start a branch at any version, exactly."""
+    from ..inspect import find_run
     from ..progress import progress_observer
     from ..run import ResumeRequest, resume_run
 
     request = ResumeRequest(
-        path=run,
+        path=find_run(run),
         branch=branch,
         from_ref=from_ref,
         steps=steps,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .inspect_commands import RunArgument
 from .output import (
     DebugFlag,
     JsonFlag,
     PluginsDirOption,
+    RunArgument,
     print_json,
     print_pairs,
     print_table,
