@@ -47,6 +47,7 @@ BUNDLED_PLUGINS = (
     "optimizers.xpipe",
     "pipeline.prediction",
     "scorers.function",
+    "executors.dask_executor",
     "executors.local",
     "trackers.jsonl",
 )

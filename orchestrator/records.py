@@ -10,14 +10,30 @@ from typing import TYPE_CHECKING, Any
 from .accounting import Accounting
 from .committing import committed_of
 from .driver import Committed, StepRecord
-from .executor import TaskFault, TaskResult, WorkerJoined, WorkerLeft
+from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
 from .interfaces import Tracker
+from .plugin_manager import Plugins
+from .progress import QuietProgress
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
+
+
+class WorkerHooks(QuietProgress):
+    """The observer that tells plugins who joins and leaves."""
+
+    def __init__(self, plugins: Plugins) -> None:
+        self._hook = plugins.hook
+
+    def on_worker(self, event: WorkerEvent) -> None:
+        match event:
+            case WorkerJoined():
+                self._hook.on_worker_join(worker=event.worker)
+            case WorkerLeft():
+                self._hook.on_worker_leave(worker=event.worker, reason=event.reason)
 
 
 class RunRecorder:
@@ -72,9 +88,9 @@ class RunRecorder:
             },
         )
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None:
-        reason = event.reason if isinstance(event, WorkerLeft) else ""
-        kind = "left" if isinstance(event, WorkerLeft) else "joined"
+    def on_worker(self, event: WorkerEvent) -> None:
+        reason = "" if isinstance(event, WorkerJoined) else event.reason
+        kind = {WorkerJoined: "joined", WorkerLeft: "left"}.get(type(event), "refused")
         append_json_line(
             self._run_dir.tasks_file, {"worker": event.worker, "event": kind, "reason": reason}
         )

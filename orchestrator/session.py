@@ -27,7 +27,7 @@ from .interfaces import Algorithm, Trainer
 from .pipeline_file import load_pipeline
 from .plan import Plan
 from .plugin_manager import Plugins
-from .records import RunRecorder
+from .records import RunRecorder, WorkerHooks
 from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
@@ -36,6 +36,7 @@ from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
 from .types import ScoredGroup
+from .worker_board import WorkerBoard
 from .worker_weights import codec_lookup
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class Session:
             max_attempts=options.max_attempts,
         )
         recorder = self._recorder(start.head)
+        board = WorkerBoard(self._run_dir)
         try:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
@@ -290,8 +292,9 @@ class Session:
                     config_digest=self._pipeline.config_digest,
                     first=start.first_attributes,
                 ),
-                observers=(recorder, *self._extra_observers),
+                observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
                 heads=start.heads,
+                board=board,
                 spool=self._spool(),
             )
             try:
@@ -301,9 +304,10 @@ class Session:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
         finally:
-            self._dismiss_workers()
+            workers = self._dismiss_workers()
             recorder.close()
             trainer.close()
+            board.show(workers, [], ended=True)
         summary = recorder.summary(
             start.ledger.accounting(), seconds=time.monotonic() - self._started
         )
@@ -357,16 +361,18 @@ class Session:
 
         return train
 
-    def _dismiss_workers(self) -> None:
-        if self._executor is not None:
-            executor, self._executor = self._executor, None
-            executor.close()
+    def _dismiss_workers(self) -> list[Mapping[str, Any]]:
+        """Close the executor, if it was started; returns what its workers did last."""
+        if self._executor is None:
+            return []
+        executor, self._executor = self._executor, None
+        workers = executor.workers()
+        executor.close()
+        return workers
 
     def _make_executor(self) -> Executor:
         options, manifest = self._pipeline.options, self._prepared.manifest
-        component = self._plugins.component("executor", options.executor)
-        executor: Executor = component(
-            component.Config(),
+        executor: Executor = self._pipeline.executor.create(
             num_workers=options.workers,
             bootstrap=WorkerBootstrap(
                 pipeline_path=manifest.pipeline_path,
