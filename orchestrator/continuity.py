@@ -86,10 +86,16 @@ def changed_prompts(
         return ""
     values, _ = repository.read_table(head.snapshot_id, "ledger")
     known = dict(zip(values["group_id"], values.get("prompt_digest", []), strict=False))
+    (train,) = pipeline.by_role("train")
+    if train.options.ready_share < 1.0:
+        known = {group: d for group, d in known.items() if group.startswith(f"{head.version}/")}
     if not known:
         return ""
-    now = _prompt_digests(source, pipeline, step=head.version)
-    return describe_changes(known, {f"{head.version}/{i}": d for i, d in enumerate(now)})
+    digests = _prompt_digests(source, pipeline, step=head.version)
+    now = {f"{head.version}/{index}": digest for index, digest in enumerate(digests)}
+    if train.options.ready_share < 1.0:
+        now = {group: digest for group, digest in now.items() if group in known}
+    return describe_changes(known, now)
 
 
 def describe_changes(known: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import run_dir as run_dirs
 from .accounting import Ledger, LedgerRow, accounting_from_json
 from .admission import Admission
-from .committing import Committer, commit_initial, environment
+from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver, Observer, TrainingRole
 from .errors import RunErrorCode, RunInterruptedError
@@ -65,13 +65,15 @@ class Prepared:
 class _Start:
     """Where a run goes on: its newest version, versions rollouts may need, and the ledger.
 
-    `first_attributes` are for the first version committed.
+    `first_attributes` are for the first version committed. `late` are shards of earlier steps
+    that the run was still waiting for; a branch of its own starts without them.
     """
 
     head: int
     heads: Mapping[int, str]
     ledger: Ledger
     first_attributes: Mapping[str, Any]
+    late: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 class Session:
@@ -170,7 +172,9 @@ class Session:
         """From the branch's head, at which the trainer is."""
         branch = self._prepared.manifest.branch
         with self._publishing(resume=True) as publisher:
-            oldest = self._prepared.plan.template.required_version(head.version + 1)
+            template = self._prepared.plan.template
+            late = {} if first_attributes else late_shards(head.attributes["cursor"])
+            oldest = max(0, head.version - template.max_staleness)
             heads = {
                 version: self._repository.info(version, branch=branch).snapshot_id
                 for version in range(oldest, head.version + 1)
@@ -186,6 +190,7 @@ class Session:
                 heads=heads,
                 ledger=Ledger(closed=accounting_from_json(head.attributes["accounting"])),
                 first_attributes=first_attributes,
+                late=late,
             )
             return self._drive(trainer, algorithm, publisher, start)
 
@@ -229,6 +234,7 @@ class Session:
             last_step=options.steps,
             head_version=start.head,
             max_attempts=options.max_attempts,
+            late=start.late,
         )
         recorder = self._recorder(start.head)
         executor = self._executor()
