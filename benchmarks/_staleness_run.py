@@ -49,7 +49,7 @@ class Task:
     prompts_per_step: int = 16
     group_size: int = 16
     learning_rate: float = 3e-3
-    token_budget: int = 100_000
+    token_budget: int = 80_000
     train_units: float = 3.0
     """Decode steps that one optimizer step takes as long as: with six to a completion, generation
     is two thirds of a synchronous step, as it is with language models that reason."""

@@ -371,3 +371,27 @@ def test_what_a_stopped_run_left_far_behind_is_started_anew_within_the_bound() -
     )
     assert machine.required_version(3) == 8
     assert machine.required_version(10) == 8
+
+
+def test_retried_lost_and_twice_answered_tasks_count_once_each() -> None:
+    """32 tasks: two fail and succeed when tried again, one always fails, one answers twice."""
+    machine = state(lag=0, steps=1)
+    machine.start()
+    machine.handle(TaskFinished(task=TaskId("source", 1), attempt=1, num_items=4 * 32))
+    log: list[Instruction] = []
+    for shard in range(32):
+        rollout = TaskId("rollout", 1, shard)
+        num_failures = {4: 1, 9: 1, 20: 3}.get(shard, 0)
+        for attempt in range(1, num_failures + 1):
+            log += machine.handle(TaskFailed(task=rollout, attempt=attempt, reason="HTTP 400"))
+        if shard == 20:
+            continue
+        answers = 2 if shard == 21 else 1
+        for _ in range(answers):
+            log += machine.handle(TaskFinished(task=rollout, attempt=num_failures + 1, num_items=4))
+        log += finished(machine, TaskId("score", 1, shard))
+    assert [i.task.shard for i in log if isinstance(i, GiveUp)] == [20]
+    (train,) = trains(log)
+    assert [task.shard for task in train.tasks] == list(range(32))
+    submitted = [i.task.shard for i in log if isinstance(i, Submit) and i.task.node == "score"]
+    assert sorted(submitted) == [shard for shard in range(32) if shard != 20]
