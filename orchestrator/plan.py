@@ -283,7 +283,11 @@ def _notes(
     notes = []
     if template.trains:
         notes.append(f"{options.steps} steps make policy versions 1 to {options.steps}")
-        notes.append(_determinism(pipeline, template))
+        notes.append(
+            nondeterminism(pipeline)
+            or f"staleness is fixed at {options.max_staleness} after the first steps; same seed, "
+            "same ledger, whatever the workers"
+        )
     else:
         notes.append(f"no training: {options.steps} steps with policy version 0")
     if fusion is not None:
@@ -301,17 +305,14 @@ def _consumption(template: StepTemplate) -> str:
     return f"when {template.ready_share:.0%} of its tasks are finished; others {late}"
 
 
-def _determinism(pipeline: ResolvedPipeline, template: StepTemplate) -> str:
-    """Whether another run of the seed is the same run, and what holds when it is not."""
-    options = pipeline.options
+def nondeterminism(pipeline: ResolvedPipeline) -> str:
+    """Why another run of the seed is not the same run, and what holds all the same; or empty."""
+    late = any(node.options.ready_share < 1.0 for node in pipeline.by_role("train"))
     in_flight = any(node.options.in_flight for node in pipeline.by_role("rollout"))
-    if template.ready_share >= 1.0 and not in_flight:
-        return (
-            f"staleness is fixed at {options.max_staleness} after the first steps; same seed, "
-            "same ledger, whatever the workers"
-        )
-    causes = ["which groups finish first"] if template.ready_share < 1.0 else []
-    causes += ["when newer versions reach the engines"] if in_flight else []
+    causes = ["which groups finish first"] * late
+    causes += ["when newer versions reach the engines"] * in_flight
+    if not causes:
+        return ""
     return (
         f"what a step trains on depends on {' and '.join(causes)}: another run of the seed is not "
         "the same run. What is committed can still be replayed, and the run resumed"

@@ -12,6 +12,7 @@ from .committing import committed_of
 from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerJoined, WorkerLeft
 from .interfaces import Tracker
+from .plan import nondeterminism
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
 
@@ -110,6 +111,7 @@ class RunRecorder:
             "snapshot_id": branch[0].snapshot_id if branch else "",
             "store": self._repository.location,
             "run_dir": str(self._run_dir.path),
+            "deterministic": not nondeterminism(self._pipeline),
             "steps": self._pipeline.options.steps,
             "seed": self._pipeline.options.seed,
         }

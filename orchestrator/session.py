@@ -25,7 +25,7 @@ from .errors import RunErrorCode, RunInterruptedError
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
 from .pipeline_file import load_pipeline
-from .plan import Plan
+from .plan import Plan, nondeterminism
 from .plugin_manager import Plugins
 from .records import RunRecorder
 from .replay import build_trainer, replay
@@ -228,6 +228,8 @@ class Session:
         start: _Start,
     ) -> Mapping[str, Any]:
         options = self._pipeline.options
+        if self._prepared.plan.template.trains and (why := nondeterminism(self._pipeline)):
+            self._say(f"not deterministic: {why}.")
         state = TaskState(
             template=self._prepared.plan.template,
             first_step=start.head + 1,

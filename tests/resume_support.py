@@ -19,14 +19,20 @@ NUM_STEPS = 6
 
 
 def start(
-    pipeline: Path, run_dir: Path, *, plugins_dir: Path | None = None, **options: object
+    pipeline: Path,
+    run_dir: Path,
+    *,
+    plugins_dir: Path | None = None,
+    lines: list[str] | None = None,
+    **options: object,
 ) -> Mapping[str, Any]:
     """Run a pipeline to its end with one worker, or as `options` of the pipeline say."""
+    told = [] if lines is None else lines
     overlay = {"pipeline": {"workers": 1, **options}}
     request = RunRequest(
         pipeline_path=pipeline, run_dir=run_dir, overlay=overlay, plugins_dir=plugins_dir
     )
-    return start_run(prepare(request))
+    return start_run(prepare(request), say=told.append)
 
 
 def resume(run_dir: Path, *, lines: list[str] | None = None, **request: Any) -> Mapping[str, Any]:
