@@ -36,6 +36,8 @@ class LedgerRow:
     """Rollouts by reason, for those dropped (`drop: ...`) or invalid (`invalid: ...`)."""
     oldest_version: int = -1
     newest_version: int = -1
+    version_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by the policy version that drew them: more than one after an update in flight."""
     reward_mean: float | None = None
     reward_std: float | None = None
     num_tokens: int = 0
@@ -109,10 +111,6 @@ class Ledger:
     def open_rows(self, *, task: str) -> list[LedgerRow]:
         """Open groups that a rollout task was dispatched for."""
         return [row for row in self._open.values() if row.task == task]
-
-    def rows_of(self, *, step: int) -> list[LedgerRow]:
-        """Open groups of a step, in the order of dispatch."""
-        return [row for row in self._open.values() if row.step == step]
 
     @property
     def closed(self) -> Accounting:

@@ -14,24 +14,29 @@ class Admission:
         (rollout,) = pipeline.by_role("rollout")
         self._hook = plugins.hook
         self._max_staleness = pipeline.options.max_staleness
+        self._admits_stale = pipeline.options.staleness_policy == "admit"
         self._verifier = None
         if rollout.options.verifier:
             component = plugins.component("verifier", rollout.options.verifier)
             self._verifier = component(component.Config())
 
-    def __call__(self, scored: ScoredGroup) -> str:
-        """The reason to drop the group; empty to admit it."""
+    def __call__(self, scored: ScoredGroup, step: int) -> str:
+        """The reason to drop the group from the step that would train on it; empty to admit it.
+
+        Staleness is the version being trained minus the oldest that drew a token of the group.
+        A group from a version that is still to come cannot be right, and is dropped.
+        """
         group = scored.group
         if self._verifier is not None:
             refused = self._verifier.verify(group)
             if refused is not None:
                 return f"verifier: {refused}"
-        staleness = group.step - 1 - group.oldest_version
-        if staleness < 0:
-            return f"version {group.oldest_version} is newer than what is trained"
+        staleness = step - 1 - group.oldest_version
+        if step - 1 < group.newest_version:
+            return f"version {group.newest_version} is newer than the one being trained"
         decided: str | None = self._hook.admit_group(
             group=group, staleness=staleness, max_staleness=self._max_staleness
         )
         if decided is not None:
             return decided
-        return "stale" if staleness > self._max_staleness else ""
+        return "stale" if staleness > self._max_staleness and not self._admits_stale else ""

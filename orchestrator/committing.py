@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from .driver import Committed
 from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
+from .task_state import TaskId
 from .training import StepOutcome, ledger_table
 
 if TYPE_CHECKING:
@@ -42,8 +43,13 @@ class Committer:
         self._hook = plugins.hook
         self._config_digest = config_digest
 
-    def __call__(self, outcome: StepOutcome, *, accounting: Accounting) -> Committed:
-        """One atomic commit of weights, ledger, batch, state and metrics."""
+    def __call__(
+        self, outcome: StepOutcome, *, accounting: Accounting, late: Sequence[TaskId]
+    ) -> Committed:
+        """One atomic commit of weights, ledger, batch, state, metrics and cursor.
+
+        The cursor names the next step, and the shards of earlier ones still to be consumed.
+        """
         self._hook.before_policy_publish(version=outcome.step)
         try:
             info = self._publisher.publish(
@@ -56,7 +62,7 @@ class Committer:
                 state=(outcome.state.values, outcome.state.arrays) if outcome.state else None,
                 attributes={
                     "step": outcome.step,
-                    "cursor": {"next_step": outcome.step + 1},
+                    "cursor": cursor(outcome.step + 1, late),
                     "metrics": dict(outcome.metrics),
                     "accounting": accounting.to_json(),
                     "config_digest": self._config_digest,
@@ -94,6 +100,20 @@ def commit_initial(
             "environment": environment(pipeline),
         },
     )
+
+
+def cursor(next_step: int, late: Sequence[TaskId]) -> dict[str, Any]:
+    """Where a run goes on, as stored."""
+    shards = [[task.step, task.shard] for task in late]
+    return {"next_step": next_step} | ({"late": shards} if shards else {})
+
+
+def late_shards(cursor: Mapping[str, Any]) -> dict[int, frozenset[int]]:
+    """Shards by step that a stored cursor has still to be consumed."""
+    late: dict[int, frozenset[int]] = {}
+    for step, shard in cursor.get("late", ()):
+        late[step] = late.get(step, frozenset()) | {shard}
+    return late
 
 
 def committed_of(info: CommitInfo) -> Committed:

@@ -110,10 +110,12 @@ def changed_prompts(
     known = {step: prompts for step, prompts in known.items() if prompts}
     if not known:
         return ""
-    changes = {
-        step: describe_changes(known[step], prompts)
-        for step, prompts in _prompts_now(source, pipeline, steps=list(known))
-    }
+    (train,) = pipeline.by_role("train")
+    whole = train.options.ready_share == 1.0
+    changes = {}
+    for step, prompts in _prompts_now(source, pipeline, steps=list(known)):
+        own = {g: d for g, d in prompts.items() if whole or g in known[step]}
+        changes[step] = describe_changes(known[step], own)
     changed = {step: words for step, words in changes.items() if words}
     if not changed:
         return ""
@@ -130,7 +132,10 @@ def spread(first: int, last: int, *, limit: int) -> list[int]:
 
 
 def _recorded_prompts(repository: PolicyRepository, step: int, *, branch: str) -> Mapping[str, str]:
-    """Prompt digests by group as a version's ledger has them; empty if it is not kept."""
+    """Digests of the step's own prompts by group as its version's ledger has them.
+
+    Empty if the version is not kept. Late groups of earlier steps are left out.
+    """
     try:
         info = repository.info(step, branch=branch)
     except NotFoundError:
@@ -138,7 +143,8 @@ def _recorded_prompts(repository: PolicyRepository, step: int, *, branch: str) -
     if "ledger" not in info.record.tables:
         return {}
     values, _ = repository.read_table(info.snapshot_id, "ledger")
-    return dict(zip(values["group_id"], values.get("prompt_digest", []), strict=False))
+    rows = zip(values["group_id"], values.get("prompt_digest", []), strict=False)
+    return {group: digest for group, digest in rows if group.startswith(f"{step}/")}
 
 
 def describe_changes(known: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -106,7 +106,9 @@ class TrainingRole(Protocol):
 class CommittingRole(Protocol):
     """Commits a trained step; called on the committer thread, one version at a time."""
 
-    def __call__(self, outcome: StepOutcome, *, accounting: Accounting) -> Committed: ...
+    def __call__(
+        self, outcome: StepOutcome, *, accounting: Accounting, late: Sequence[TaskId]
+    ) -> Committed: ...
 
 
 class Observer(Protocol):
@@ -128,6 +130,7 @@ class _Step:
     outcome: StepResult
     accounting: Accounting
     train_seconds: float
+    late: Sequence[TaskId]
 
 
 class Driver:
@@ -170,6 +173,7 @@ class Driver:
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
         self._lost: dict[TaskId, str] = {}
+        self._late_tasks: dict[int, Sequence[TaskId]] = {}
         self._trained: dict[int, _Step] = {}
         self._empty_steps = 0
         self._trainer = BackgroundThread("trainer", notify=executor.wake)
@@ -198,15 +202,15 @@ class Driver:
         match instruction:
             case Submit():
                 self._submit(instruction)
-            case Train(step=step):
-                self._train(step)
+            case Train():
+                self._train(instruction)
             case Publish(version=version):
                 self._commit(version)
             case GiveUp(task=task, reason=reason):
                 words = self._fault_words.get(task, reason)
-                self._lost[TaskId(self._rollout_name(), task.step, task.shard)] = words
+                self._lost[self._rollout_of(task)] = words
             case Stop(task=task, reason=reason):
-                version = self._state.template.required_version(task.step)
+                version = self._state.required_version(task.step)
                 raise TaskError(
                     f"task {task} (policy version {version}) failed: {reason}.",
                     code=RunErrorCode.TASK_FAILED,
@@ -249,8 +253,7 @@ class Driver:
             self._results[result.task] = result.output
             self._num_items[result.task] = result.num_items
             if result.task.node in self._state.template.outputs:
-                rollout = TaskId(self._rollout_name(), result.task.step, result.task.shard)
-                rows = self._ledger.open_rows(task=str(rollout))
+                rows = self._ledger.open_rows(task=str(self._rollout_of(result.task)))
                 self._ledger.buffer(row.group_id for row in rows)
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
 
@@ -272,7 +275,7 @@ class Driver:
         """The version and snapshot a task needs; -1 and empty if it needs none."""
         if not self._state.template.node(task.node).needs_policy:
             return -1, ""
-        version = self._state.template.required_version(task.step)
+        version = self._state.required_version(task.step)
         return version, self._heads.get(version, "")
 
     def _sources(self, task: TaskId) -> list[TaskId]:
@@ -364,20 +367,21 @@ class Driver:
             for index, prompt in enumerate(chosen)
         )
 
-    def _train(self, step: int) -> None:
-        tasks = self._state.output_tasks(step)
+    def _train(self, instruction: Train) -> None:
+        step = instruction.step
         data = [
             (self._output_kind(task.node), self._results[task])
-            for task in tasks
+            for task in instruction.tasks
             if task in self._results
         ]
-        lost = {
-            row.group_id: reason
-            for task, reason in self._lost.items()
-            if task.step == step
-            for row in self._ledger.open_rows(task=str(task))
-        }
-        rows = {row.group_id: row for row in self._ledger.rows_of(step=step)}
+        rows: dict[str, LedgerRow] = {}
+        lost: dict[str, str] = {}
+        for task in dict.fromkeys(self._rollout_of(task) for task in instruction.tasks):
+            open_rows = self._ledger.open_rows(task=str(task))
+            rows |= {row.group_id: row for row in open_rows}
+            if task in self._lost:
+                lost |= {row.group_id: self._lost[task] for row in open_rows}
+        self._late_tasks[step] = instruction.late
         self._trainer.submit(step, self._training_of(step, data, rows, lost))
 
     def _training_of(
@@ -398,7 +402,8 @@ class Driver:
         outcome = step.outcome
         assert isinstance(outcome, StepOutcome)
         self._committer.submit(
-            version, lambda: self._committing(outcome, accounting=step.accounting)
+            version,
+            lambda: self._committing(outcome, accounting=step.accounting, late=step.late),
         )
 
     def _on_trained(self, done: Completion) -> StepTrained:
@@ -406,27 +411,33 @@ class Driver:
         outcome: StepResult = _result(done)
         self._ledger.close(outcome.rows)
         self._check_empty(outcome)
+        late = self._late_tasks.pop(done.label)
         if self._state.template.trains:
-            self._trained[done.label] = _Step(outcome, self._ledger.closed, done.seconds)
+            self._trained[done.label] = _Step(outcome, self._ledger.closed, done.seconds, late)
         else:
             self._record(outcome, None, accounting=self._ledger.accounting(), extra={})
-        for task in [task for task in self._results if task.step <= done.label]:
-            del self._results[task], self._num_items[task]
-        self._decided = {t: d for t, d in self._decided.items() if t.step > done.label}
-        self._suspects = {t: s for t, s in self._suspects.items() if t.step > done.label}
-        self._fault_words = {t: w for t, w in self._fault_words.items() if t.step > done.label}
-        self._lost = {t: r for t, r in self._lost.items() if t.step > done.label}
+        self._forget(before=self._state.oldest_open_step())
         return StepTrained(step=done.label)
+
+    def _forget(self, *, before: int) -> None:
+        """Let go of what belongs to steps that are consumed whole."""
+        for task in [task for task in self._results if task.step < before]:
+            del self._results[task], self._num_items[task]
+        self._decided = {t: d for t, d in self._decided.items() if t.step >= before}
+        self._suspects = {t: s for t, s in self._suspects.items() if t.step >= before}
+        self._fault_words = {t: w for t, w in self._fault_words.items() if t.step >= before}
+        self._lost = {t: r for t, r in self._lost.items() if t.step >= before}
 
     def _on_committed(self, done: Completion) -> VersionPublished:
         self._progressed = time.monotonic()
         committed: Committed = _result(done)
         self._heads[committed.version] = committed.snapshot_id
-        oldest = self._state.template.required_version(committed.version)
+        step = self._trained.pop(committed.version)
+        oldest_step = min((t.step for t in step.late), default=committed.version + 1)
+        oldest = self._state.required_version(min(oldest_step, committed.version))
         self._heads = {v: s for v, s in self._heads.items() if v >= oldest}
         if self._spool is not None:
-            self._spool.consumed(step=committed.version)
-        step = self._trained.pop(committed.version)
+            self._spool.consumed(step=oldest_step - 1)
         self._record(
             step.outcome,
             committed,
@@ -541,6 +552,10 @@ class Driver:
             code=RunErrorCode.NO_PROGRESS,
             remedy=f"What everybody was doing is in {dump}.",
         )
+
+    def _rollout_of(self, task: TaskId) -> TaskId:
+        """The rollout task whose groups a task works on."""
+        return TaskId(self._rollout_name(), task.step, task.shard)
 
     def _rollout_name(self) -> str:
         nodes = self._pipeline.by_role("rollout")

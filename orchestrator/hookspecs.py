@@ -156,7 +156,10 @@ class DecisionSpecs(Protocol):
 
     @hookspec(firstresult=True)
     def admit_group(self, group: RolloutGroup, staleness: int, max_staleness: int) -> str | None:
-        """The reason to drop a finished group, `""` to admit it. Must be deterministic."""
+        """The reason to drop a finished group, `""` to admit it. Must be deterministic.
+
+        `staleness` is the version about to be trained minus the oldest that drew a token.
+        """
 
 
 ALL_SPECS = (ComponentSpecs, RunSpecs, NodeSpecs, PolicySpecs, DecisionSpecs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,7 @@ class StoredRun:
         """
         step = group_id.partition("/")[0]
         if step.isdigit():
-            info = self.info(step)
-            for row in self.ledger(info):
+            for info, row in self._rows_from(int(step)):
                 if row["group_id"] == group_id:
                     rollouts = self._rollouts(info, group_id)
                     produced = {v for rollout in rollouts for v in rollout["versions"]}
@@ -117,6 +116,14 @@ class StoredRun:
             code=RunErrorCode.RUN_NOT_FOUND,
             remedy="Groups are named step/index; `deltaloom show VERSION` lists them.",
         )
+
+    def _rows_from(self, step: int) -> Iterator[tuple[CommitInfo, Json]]:
+        """Ledger rows from a version on: a late group is in a later one than its step."""
+        head = self.repository.find_head(self.branch)
+        for version in range(step, head.version + 1 if head else 0):
+            info = self.info(str(version))
+            for row in self.ledger(info):
+                yield info, row
 
     def diff(self, first: str, second: str, codecs: Mapping[str, DeltaCodec]) -> Json:
         """What changed from one version to another: elements by tensor, reward, ledger rows."""

@@ -164,10 +164,10 @@ class GroupAdvantages:
 class LossInputs:
     """One micro-batch of completions, padded to the longest, on the trainer's device.
 
-    All are [n, T]: `logprobs` of the current policy (with gradient), `rollout_logprobs`,
-    `advantages`, `mask` (float, 1 where trained). `num_batch_tokens`, `num_batch_rollouts` and
-    `max_length` describe the whole global batch, so that any split into micro-batches sums to
-    the same loss.
+    All are [n, T]: `logprobs` of the current policy (with gradient), `rollout_logprobs` of the
+    distribution each token was drawn from, `advantages`, `mask` (float, 1 where trained).
+    `num_batch_tokens`, `num_batch_rollouts` and `max_length` describe the whole global batch, so
+    that any split into micro-batches sums to the same loss.
     """
 
     logprobs: torch.Tensor
@@ -178,6 +178,9 @@ class LossInputs:
     num_batch_tokens: int
     num_batch_rollouts: int
     max_length: int
+    old_logprobs: torch.Tensor | None = None
+    """Of the policy at the start of the step, without gradient; None where that is the current
+    policy itself, as in a step's first pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +202,25 @@ class Algorithm(Component, Protocol):
     def loss(self, inputs: LossInputs) -> LossOutput: ...
 
 
+@runtime_checkable
+class PreparesBatch(Protocol):
+    """What an algorithm offers whose loss of a token depends on the whole batch."""
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether `prepare` is wanted, at the cost of one more forward pass."""
+        ...
+
+    def prepare(
+        self, batch: TrainBatch, logprobs: npt.NDArray[np.float32]
+    ) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Columns [S] that the loss finds in `LossInputs.extras`, made before each pass.
+
+        `logprobs` [S] are the current policy's of the batch's tokens.
+        """
+        ...
+
+
 class Optimizer(Component, Protocol):
     """Builds the update rule over float32 master parameters."""
 
@@ -209,7 +231,8 @@ class Trainer(Component, Protocol):
     """Holds the policy being trained.
 
     Built as `Trainer(config, model=, algorithm=, optimizer=, sampling=, num_threads=)`: logprobs
-    are of the distribution that `sampling` draws from, before top-p.
+    are of the distribution that `sampling` draws from, temperature and top-p applied, so that
+    they compare with the rollout's.
     """
 
     def initialize(self, *, seed: int) -> None:

@@ -30,8 +30,15 @@ class PipelineOptions:
     seed: int = 0
     """Root of every random decision of the run."""
     max_staleness: int = 1
-    """Fixed lag in policy versions between the trained version and the one that generated its
-    data: 0 is synchronous, 1 one step off, and so on."""
+    """Policy versions between the one being trained and the oldest that drew a token of its data:
+    0 is synchronous, 1 one step off, and so on. A fixed lag unless `late_steps` is above 0."""
+    late_steps: int = 0
+    """Part of `max_staleness` that is kept for late groups: rollouts start `max_staleness -
+    late_steps` versions behind, and may be trained on so many steps after their own. Of use with
+    `train.ready_share` below 1."""
+    staleness_policy: Literal["wait", "drop", "admit"] = "wait"
+    """What becomes of groups that would be too stale: training waits for them in time, or goes on
+    and drops them when they come, or admits them all the same."""
     workers: int = 2
     """Rollout worker processes."""
     executor: str = "local"
@@ -52,6 +59,7 @@ class PipelineOptions:
             self,
             steps=0,
             max_staleness=0,
+            late_steps=0,
             workers=1,
             worker_threads=1,
             trainer_threads=1,
@@ -59,6 +67,12 @@ class PipelineOptions:
             max_empty_steps=1,
             stall_seconds=1,
         )
+        if self.late_steps > self.max_staleness:
+            raise ConfigError(
+                f"late_steps must be at most max_staleness {self.max_staleness}, "
+                f"got {self.late_steps}.",
+                code=RunErrorCode.WRONG_TYPE,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +99,11 @@ class RolloutOptions:
     """Tokens that end a completion besides end-of-sequence."""
     prompts_per_task: int = 8
     """Prompts of one rollout task. Fixes what is batched together, whatever the workers."""
+    in_flight: bool = False
+    """Go on with a newer policy version as soon as it is there, between two tokens, instead of
+    finishing with the one started with. Every token keeps the version that drew it; the engine
+    option `recompute_cache_on_update` says what becomes of the cache. Such runs are not
+    deterministic."""
     timeout_seconds: float = 600.0
     """Longest one rollout task may go without progress."""
     on_failure: Literal["drop", "stop"] = "drop"
@@ -126,8 +145,20 @@ class FunctionOptions:
 class TrainOptions:
     """Options of `train`; trainer, algorithm and optimizer have their own."""
 
+    ready_share: float = 1.0
+    """Share of a step's rollout tasks that must be finished before it trains, late ones of earlier
+    steps included. With 1, a step trains on exactly its own groups. Below 1, it trains on what is
+    there, and the others are late: later steps train on them. A source that makes 1 / ready_share
+    times the prompts wanted is over-provisioned, and the slowest are not waited for."""
     timeout_seconds: float = 3600.0
     """Longest one training step may take."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ready_share <= 1:
+            raise ConfigError(
+                f"ready_share must be above 0 and at most 1, got {self.ready_share!r}.",
+                code=RunErrorCode.WRONG_TYPE,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dsl import NodeSpec
-from .errors import PipelineError, PluginError, RunErrorCode
+from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
 from .graph import Graph
 from .interfaces import FusionPlan
 from .plugin_manager import Plugins
@@ -81,6 +81,7 @@ def make_plan(
     """
     graph = pipeline.graph
     selected = select(graph, selection or Selection())
+    _check_late_options(pipeline)
     fusion = plugins.hook.plan_fusion(graph=graph)
     chains = check_chains(graph, fusion, selected) if fusion is not None else ()
     template = step_template(pipeline, selected, chains)
@@ -148,7 +149,8 @@ def step_template(
     ]
     (rollout,) = _rollout_nodes(graph, selected) or (None,)
     sharded = graph.downstream(rollout.name) if rollout else frozenset()
-    trains = any(spec.role == "train" and spec.name in selected for spec in graph.nodes)
+    trainers = [node for node in pipeline.by_role("train") if node.name in selected]
+    options = pipeline.options
     return StepTemplate(
         nodes=tuple(
             NodeTemplate(
@@ -162,10 +164,34 @@ def step_template(
         ),
         shards_from=graph.producers(rollout.name)[0] if rollout else "",
         items_per_shard=pipeline.nodes[rollout.name].options.prompts_per_task if rollout else 1,
-        outputs=_outputs(graph, selected, renamed, trains=trains),
-        lag=pipeline.options.max_staleness,
-        trains=trains,
+        outputs=_outputs(graph, selected, renamed, trains=bool(trainers)),
+        lag=options.max_staleness - options.late_steps,
+        trains=bool(trainers),
+        ready_share=trainers[0].options.ready_share if trainers else 1.0,
+        late_steps=options.late_steps,
+        waits_for_late=options.staleness_policy == "wait",
     )
+
+
+def _check_late_options(pipeline: ResolvedPipeline) -> None:
+    """Refuse options about late groups that could have no effect. Raises `ConfigError`."""
+    options = pipeline.options
+    share = min((node.options.ready_share for node in pipeline.by_role("train")), default=1.0)
+    waits = options.staleness_policy == "wait"
+    if share == 1.0 and (options.late_steps or not waits):
+        name = "late_steps" if options.late_steps else "staleness_policy"
+        raise ConfigError(
+            f"pipeline.{name} is of no use while train.ready_share is 1: no group is ever late.",
+            code=RunErrorCode.WRONG_TYPE,
+            remedy="Set train.ready_share below 1, or leave it out.",
+        )
+    if share < 1.0 and waits and not options.late_steps:
+        raise ConfigError(
+            f"train.ready_share is {share:g}, but with late_steps 0 and staleness_policy 'wait' "
+            "every step waits for all of its groups.",
+            code=RunErrorCode.WRONG_TYPE,
+            remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
+        )
 
 
 def _outputs(
@@ -235,7 +261,7 @@ def _where(node: ResolvedNode, pipeline: ResolvedPipeline) -> str:
 
 
 def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTemplate) -> str:
-    options, lag = node.options, pipeline.options.max_staleness
+    options, lag = node.options, template.lag
     match node.spec.role:
         case "source":
             return f"once a step, up to {lag + 2} steps ahead of training"
@@ -244,13 +270,14 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             return (
                 f"{options.group_size} rollouts a prompt, {options.prompts_per_task} prompts a "
                 f"task; step k uses policy version {version}"
+                + (" and newer ones in flight" if options.in_flight else "")
             )
         case "score":
             return f"each task's rollouts, {options.timeout_seconds:g} s for one at most"
         case "function":
             return "one call a task of its input"
         case "train":
-            return f"steps 1 to {pipeline.options.steps}, in order, on all groups of the step"
+            return f"steps 1 to {pipeline.options.steps}, in order, {_consumption(template)}"
         case _:
             return (
                 f"one commit a step; anchor every {options.anchor_every}, trainer state every "
@@ -266,7 +293,8 @@ def _notes(
     if template.trains:
         notes.append(f"{options.steps} steps make policy versions 1 to {options.steps}")
         notes.append(
-            f"staleness is fixed at {options.max_staleness} after the first steps; same seed, "
+            nondeterminism(pipeline)
+            or f"staleness is fixed at {options.max_staleness} after the first steps; same seed, "
             "same ledger, whatever the workers"
         )
     else:
@@ -275,6 +303,29 @@ def _notes(
         chains = "; ".join(" + ".join(chain) for chain in fusion.chains)
         notes.append(f"fused: {chains} ({fusion.reason})")
     return tuple(notes)
+
+
+def _consumption(template: StepTemplate) -> str:
+    if template.ready_share >= 1.0:
+        return "on all groups of the step"
+    late = (
+        f"up to {template.late_steps} steps late" if template.waits_for_late else "when they come"
+    )
+    return f"when {template.ready_share:.0%} of its tasks are finished; others {late}"
+
+
+def nondeterminism(pipeline: ResolvedPipeline) -> str:
+    """Why another run of the seed is not the same run, and what holds all the same; or empty."""
+    late = any(node.options.ready_share < 1.0 for node in pipeline.by_role("train"))
+    in_flight = any(node.options.in_flight for node in pipeline.by_role("rollout"))
+    causes = ["which groups finish first"] * late
+    causes += ["when newer versions reach the engines"] * in_flight
+    if not causes:
+        return ""
+    return (
+        f"what a step trains on depends on {' and '.join(causes)}: another run of the seed is not "
+        "the same run. What is committed can still be replayed, and the run resumed"
+    )
 
 
 def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:

@@ -138,12 +138,21 @@ def closing_text(summary: Mapping[str, Any]) -> str:
             f"rollouts: dispatched {summary['dispatched']} = trained {summary['trained']} "
             f"+ dropped {summary['dropped']} + invalid {summary['invalid']} "
             f"+ in flight {summary['in_flight']} + buffered {summary['buffered']}",
+            *_length_line(summary),
             f"stored in {summary['store']}",
             f"next: deltaloom log {run}",
             f"      deltaloom show {summary['versions']} --run {run}",
             f"      deltaloom diff 0 {summary['versions']} --run {run}",
         )
     )
+
+
+def _length_line(summary: Mapping[str, Any]) -> list[str]:
+    """Lengths of what was trained on against what was finished, where they differ."""
+    trained, finished = summary.get("length_trained"), summary.get("length_finished")
+    if trained is None or finished is None or trained == finished:
+        return []
+    return [f"lengths: {trained:.1f} tokens a rollout trained on, {finished:.1f} of all finished"]
 
 
 def _say(line: str) -> None:

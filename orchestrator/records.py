@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from .committing import committed_of
 from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
 from .interfaces import Tracker
+from .plan import nondeterminism
 from .plugin_manager import Plugins
 from .progress import QuietProgress
 from .resolve import ResolvedPipeline
@@ -119,14 +120,25 @@ class RunRecorder:
             "versions": branch[0].version if branch else 0,
             "bytes_published": sum(info.weight_bytes for info in trained),
             "bytes_dense": sum(info.dense_bytes for info in trained),
+            "length_finished": _mean_length(trained, "length", "num_rollouts"),
+            "length_trained": _mean_length(trained, "length_trained", "num_trained"),
             "seconds": round(seconds, 3),
             **accounting.to_json(),
             "snapshot_id": branch[0].snapshot_id if branch else "",
             "store": self._repository.location,
             "run_dir": str(self._run_dir.path),
+            "deterministic": not nondeterminism(self._pipeline),
             "steps": self._pipeline.options.steps,
             "seed": self._pipeline.options.seed,
         }
+
+
+def _mean_length(infos: Sequence[CommitInfo], length: str, number: str) -> float | None:
+    """Mean tokens of a rollout over versions. Training on the shorter ones alone shows here."""
+    metrics = [info.attributes["metrics"] for info in infos]
+    weighted = [(m[length], m[number]) for m in metrics if length in m and number in m]
+    total = sum(n for _, n in weighted)
+    return sum(mean * n for mean, n in weighted) / total if total else None
 
 
 def stored_line(info: CommitInfo) -> Mapping[str, Any]:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from . import run_dir as run_dirs
 from .accounting import Accounting, Ledger, LedgerRow, accounting_from_json
 from .admission import Admission
-from .committing import Committer, commit_initial, environment
+from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver, Observer, TrainingRole
 from .errors import RunErrorCode, RunInterruptedError
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
 from .pipeline_file import load_pipeline
-from .plan import Plan
+from .plan import Plan, nondeterminism
 from .plugin_manager import Plugins
 from .records import RunRecorder, WorkerHooks
 from .replay import Divergence, build_trainer, replay
@@ -66,7 +66,9 @@ class Prepared:
 class _Start:
     """Where a run goes on: its newest version, versions rollouts may need, and the ledger.
 
-    `first_attributes` are for the first version committed; `sliced` is how far a slice is.
+    `first_attributes` are for the first version committed; `sliced` is how far a slice is. `late`
+    are shards of earlier steps that the run was still waiting for; a branch of its own starts
+    without them.
     """
 
     head: int
@@ -74,6 +76,7 @@ class _Start:
     ledger: Ledger
     first_attributes: Mapping[str, Any] = field(default_factory=dict)
     sliced: SliceProgress = field(default_factory=SliceProgress)
+    late: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +198,9 @@ class Session:
         """From the branch's head, at which the trainer was rebuilt."""
         branch = self._prepared.manifest.branch
         with self._publishing(resume=True) as publisher:
-            oldest = self._prepared.plan.template.required_version(head.version + 1)
+            template = self._prepared.plan.template
+            late = {} if first_attributes else late_shards(head.attributes["cursor"])
+            oldest = max(0, head.version - template.max_staleness)
             heads = {
                 version: self._repository.info(version, branch=branch).snapshot_id
                 for version in range(oldest, head.version + 1)
@@ -211,6 +216,7 @@ class Session:
                 heads=heads,
                 ledger=Ledger(closed=accounting_from_json(head.attributes["accounting"])),
                 first_attributes=first_attributes,
+                late=late,
             )
             return self._drive(rebuilt.trainer, rebuilt.algorithm, publisher, start)
 
@@ -266,12 +272,15 @@ class Session:
         start: _Start,
     ) -> Mapping[str, Any]:
         options = self._pipeline.options
+        if self._prepared.plan.template.trains and (why := nondeterminism(self._pipeline)):
+            self._say(f"not deterministic: {why}.")
         state = TaskState(
             template=self._prepared.plan.template,
             first_step=max(start.head, start.sliced.step) + 1,
             last_step=options.steps,
             head_version=start.head,
             max_attempts=options.max_attempts,
+            late=start.late,
         )
         recorder = self._recorder(start.head)
         board = WorkerBoard(self._run_dir)

@@ -2,7 +2,8 @@
 
 Events go in, instructions come out. `TaskState` alone decides the order of consumption, at
 dispatch: a step trains on exactly the tasks of that step, whichever worker finishes first, so
-runs of one seed agree however workers race.
+runs of one seed agree however workers race. Only with `ready_share` below 1 does completion
+decide: a step then takes what is finished, of its own tasks and of earlier steps' late ones.
 
     event               instruction that may follow
     (start)             Submit source tasks
@@ -14,11 +15,12 @@ runs of one seed agree however workers race.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-TaskStatus = Literal["waiting", "submitted", "done", "given-up"]
+TaskStatus = Literal["waiting", "submitted", "done", "given-up", "consumed"]
 FailurePolicy = Literal["drop", "stop"]
 
 
@@ -60,6 +62,20 @@ class StepTemplate:
     lag: int
     """Step k uses policy version max(0, k - 1 - lag)."""
     trains: bool
+    ready_share: float = 1.0
+    """Share of a step's number of output tasks that must be there before it trains."""
+    late_steps: int = 0
+    """How many steps after its own a task's result may be consumed without being too stale."""
+    waits_for_late: bool = True
+    """Whether a step waits for tasks that would be later than that at the next one."""
+
+    @property
+    def max_staleness(self) -> int:
+        return self.lag + self.late_steps
+
+    def num_needed(self, num_tasks: int) -> int:
+        """How many of a step's tasks must be there before it trains."""
+        return max(1, math.ceil(self.ready_share * num_tasks))
 
     def required_version(self, step: int) -> int:
         return max(0, step - 1 - self.lag) if self.trains else 0
@@ -121,9 +137,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Train step `step` on the results of its output nodes."""
+    """Train step `step` on the results of `tasks`, some of which may have been given up.
+
+    `late` are the output tasks of this and earlier steps that a later step will consume.
+    """
 
     step: int
+    tasks: tuple[TaskId, ...]
+    late: tuple[TaskId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +194,7 @@ class TaskState:
     """State of a run from `first_step` to `last_step`, mutated only through `handle`.
 
     `head_version` is the newest committed version: 0 for a new run, the resumed version else.
+    `late` are the shards of steps before `first_step` that no version has consumed yet.
     """
 
     template: StepTemplate
@@ -180,6 +202,7 @@ class TaskState:
     last_step: int
     head_version: int
     max_attempts: int = 3
+    late: Mapping[int, frozenset[int]] = field(default_factory=dict)
     tasks: dict[TaskId, _Task] = field(default_factory=dict)
     num_shards: dict[int, int] = field(default_factory=dict)
     trained: int = field(init=False)
@@ -223,9 +246,9 @@ class TaskState:
         for task, entry in self.tasks.items():
             if entry.status == "submitted":
                 assert self._inputs_done(task), f"{task} runs before its inputs"
-                assert task.step > self.trained, f"{task} runs for a trained step"
+                assert task.step >= self.oldest_open_step(), f"{task} runs for a closed step"
                 node = self.template.node(task.node)
-                version = self.template.required_version(task.step)
+                version = self.required_version(task.step)
                 assert not node.needs_policy or self._has_version(version), f"{task} runs too early"
             assert entry.num_failures <= self.max_attempts, f"{task} failed too often"
         assert not self.completed or self.trained == self.last_step, "complete too early"
@@ -285,24 +308,67 @@ class TaskState:
             instructions.append(Complete())
         return instructions
 
-    def _open_steps(self) -> range:
+    def required_version(self, step: int) -> int:
+        """The policy version that rollouts of a step are started with.
+
+        Those a stopped run left unfinished are started anew, with one that is not too stale yet.
+        """
+        required = self.template.required_version(step)
+        if step not in self.late:
+            return required
+        return max(required, self.head_version - self.template.max_staleness)
+
+    def oldest_open_step(self) -> int:
+        """The first step some of whose results are not consumed by a training step yet."""
+        decided = self.training or self.trained
+        return min(self._steps_with_late(before=decided + 1), default=decided + 1)
+
+    def is_consumed(self, task: TaskId) -> bool:
+        """Whether the task's result, if another one comes, is of no use any more."""
+        return task.step < self.oldest_open_step() or self._status(task) == "consumed"
+
+    def _steps_with_late(self, *, before: int) -> list[int]:
+        """Earlier steps with output tasks that no training step has consumed."""
+        known = sorted(step for step in {*self.late, *self.num_shards} if step < before)
+        return [step for step in known if self._unconsumed(step)]
+
+    def _unconsumed(self, step: int) -> list[TaskId]:
+        return [task for task in self.output_tasks(step) if self._status(task) != "consumed"]
+
+    def _open_steps(self) -> list[int]:
         """Steps that may have tasks: as far ahead as the lag lets rollouts be, and one more
         for sources, so that prompts are ready before the policy is."""
-        first = self.trained + 1
+        first = max(self.trained + 1, self.first_step)
         last = min(self.last_step, self.trained + self.template.lag + 2)
-        return range(max(first, self.first_step), last + 1)
+        return [*self._steps_with_late(before=first), *range(first, last + 1)]
 
     def _submit_ready(self, step: int) -> list[Instruction]:
         ready: list[Instruction] = []
         for node in self.template.nodes:
-            if node.needs_policy and not self._has_version(self.template.required_version(step)):
+            if node.needs_policy and not self._may_start(step):
                 continue
-            for shard in range(self._shards(node, step)):
+            for shard in self._shards(node, step):
                 task = TaskId(node.name, step, shard)
                 entry = self.tasks.setdefault(task, _Task())
                 if entry.status == "waiting":
                     self._submit_or_skip(task, entry, ready)
         return ready
+
+    def _may_start(self, step: int) -> bool:
+        """Whether rollouts of a step may start: their version is there, and no more of earlier
+        steps is unfinished than may still be consumed in time."""
+        if not self._has_version(self.required_version(step)):
+            return False
+        if self.template.ready_share >= 1.0:
+            return True
+        unfinished = [
+            task
+            for earlier in self._steps_with_late(before=step)
+            for task in self._unconsumed(earlier)
+            if not self._is_settled(task)
+        ]
+        steps = max(1, self.template.max_staleness)
+        return len(unfinished) <= steps * len(self.output_tasks(step))
 
     def _submit_or_skip(self, task: TaskId, entry: _Task, ready: list[Instruction]) -> None:
         if any(self._status(source) == "given-up" for source in self._inputs(task)):
@@ -322,13 +388,34 @@ class TaskState:
         far_ahead = self.trained - self.published > 1
         if self.training is not None or far_ahead or step > self.last_step:
             return []
-        if not self._step_ready(step):
+        own = self.output_tasks(step)
+        late = [t for s in self._steps_with_late(before=step) for t in self._unconsumed(s)]
+        if not own or not self._is_ready(step, own, late):
             return []
+        consumed = tuple(task for task in (*late, *own) if self._is_settled(task))
+        for task in consumed:
+            self.tasks[task].status = "consumed"
         self.training = step
-        self.num_shards.pop(step - 2, None)
-        for task in [task for task in self.tasks if task.step < step - 1]:
+        left = tuple(task for task in (*late, *own) if task not in consumed)
+        self._forget(before=min(self.oldest_open_step(), step - 1))
+        return [Train(step=step, tasks=consumed, late=left)]
+
+    def _is_ready(self, step: int, own: Sequence[TaskId], late: Sequence[TaskId]) -> bool:
+        unfinished = [task for task in (*late, *own) if not self._is_settled(task)]
+        if not unfinished:
+            return True
+        num_settled = len(own) + len(late) - len(unfinished)
+        if step == self.last_step or num_settled < self.template.num_needed(len(own)):
+            return False
+        oldest = min(task.step for task in unfinished)
+        return not self.template.waits_for_late or step < oldest + self.template.late_steps
+
+    def _forget(self, *, before: int) -> None:
+        for step in [step for step in self.num_shards if step < before]:
+            del self.num_shards[step]
+        self.late = {step: shards for step, shards in self.late.items() if step >= before}
+        for task in [task for task in self.tasks if task.step < before]:
             del self.tasks[task]
-        return [Train(step=step)]
 
     def _next_publish(self) -> list[Instruction]:
         if self.publishing is not None or self.published >= self.trained:
@@ -339,20 +426,23 @@ class TaskState:
         self.publishing = self.published + 1
         return [Publish(version=self.publishing)]
 
-    def _step_ready(self, step: int) -> bool:
-        tasks = self.output_tasks(step)
-        return bool(tasks) and all(self._status(task) in ("done", "given-up") for task in tasks)
+    def _is_settled(self, task: TaskId) -> bool:
+        return self._status(task) in ("done", "given-up")
 
     def output_tasks(self, step: int) -> list[TaskId]:
         """The tasks whose results make up a step; empty while their number is unknown."""
         return [
             TaskId(name, step, shard)
             for name in self.template.outputs
-            for shard in range(self._shards(self.template.node(name), step))
+            for shard in self._shards(self.template.node(name), step)
         ]
 
-    def _shards(self, node: NodeTemplate, step: int) -> int:
-        return self.num_shards.get(step, 0) if node.sharded else 1
+    def _shards(self, node: NodeTemplate, step: int) -> Sequence[int]:
+        if not node.sharded:
+            return range(1)
+        if step in self.late:
+            return sorted(self.late[step])
+        return range(self.num_shards.get(step, 0))
 
     def _inputs(self, task: TaskId) -> Sequence[TaskId]:
         node = self.template.node(task.node)

@@ -19,8 +19,8 @@ from .types import ScoredGroup, TrainBatch, TrainerState
 if TYPE_CHECKING:
     from ..storage.bits import PolicyTensors
 
-Admission = Callable[[ScoredGroup], str]
-"""The reason to drop a group before advantages are computed; empty to admit it."""
+Admission = Callable[[ScoredGroup, int], str]
+"""The reason to drop a group that a step would train on; empty to admit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,11 @@ def train_step(
 ) -> StepOutcome:
     """Train version `step - 1` into `step` on the groups of the step.
 
-    `open_rows` are the ledger's rows of the step by group id; `lost` gives the reason for those
-    whose task was given up. Groups in neither `groups` nor `lost` were filtered by a node.
+    `open_rows` are the ledger's rows by group id, of this step and of earlier steps' late tasks;
+    `lost` gives the reason for those whose task was given up. Groups in neither `groups` nor
+    `lost` were filtered by a node.
     """
-    refused = {item.group.id: reason for item in groups if (reason := admit(item))}
+    refused = {item.group.id: reason for item in groups if (reason := admit(item, step))}
     admitted = [item for item in groups if item.group.id not in refused]
     with boundary(PluginError, f"algorithm {algorithm.name!r}, step {step}"):
         advantages = algorithm.advantages(admitted)
@@ -86,7 +87,11 @@ def train_step(
         rows=rows,
         policy=policy,
         state=state,
-        metrics={**group_metrics(groups, step=step), **metrics},
+        metrics={
+            **group_metrics(groups, step=step),
+            **trained_metrics(batch, groups, step=step),
+            **metrics,
+        },
     )
 
 
@@ -153,6 +158,29 @@ def group_metrics(groups: Sequence[ScoredGroup], *, step: int) -> dict[str, floa
     return metrics
 
 
+def trained_metrics(
+    batch: TrainBatch, groups: Sequence[ScoredGroup], *, step: int
+) -> dict[str, float]:
+    """What was trained on beside what was finished: lengths, ages of tokens, late groups.
+
+    `staleness_mean` is over tokens, the trained version minus the one that drew the token;
+    `version_spans` is the mean number of versions in a rollout.
+    """
+    metrics = {"late_groups": float(sum(item.group.step < step for item in groups))}
+    if batch.num_rollouts:
+        ends = np.cumsum(batch.lengths)
+        spans = [
+            np.unique(batch.versions[end - length : end]).size
+            for end, length in zip(ends, batch.lengths, strict=True)
+        ]
+        metrics["num_trained"] = float(batch.num_rollouts)
+        metrics["length_trained"] = float(batch.lengths.mean())
+        metrics["version_spans"] = float(np.mean(spans))
+    if batch.versions.size:
+        metrics["staleness_mean"] = float(step - 1 - batch.versions.mean())
+    return metrics
+
+
 def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Closed rows as a store table: numbers in columns, texts beside them."""
     values = {
@@ -162,6 +190,7 @@ def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, A
         "reasons": [dict(row.reasons) for row in rows],
         "task": [row.task for row in rows],
         "content_digest": [row.content_digest for row in rows],
+        "version_tokens": [dict(row.version_tokens) for row in rows],
         "prompt_digest": [row.prompt_digest for row in rows],
     }
     numbers = ("step", "num_rollouts", "trained", "dropped", "invalid", "num_tokens")
@@ -195,8 +224,18 @@ def _content(scored: ScoredGroup) -> dict[str, Any]:
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "reward_std": float(np.std(rewards)) if rewards else None,
         "num_tokens": int(tokens.size),
+        "version_tokens": _version_tokens(scored),
         "content_digest": tensor_digest(tokens.view(np.uint32)),
     }
+
+
+def _version_tokens(scored: ScoredGroup) -> dict[str, int]:
+    """Tokens of a group by the version that drew them, oldest first."""
+    versions = [r.versions for r in scored.group.rollouts]
+    numbers, counts = np.unique(
+        np.concatenate([*versions, np.zeros(0, np.int32)]), return_counts=True
+    )
+    return {str(v): n for v, n in zip(numbers.tolist(), counts.tolist(), strict=True)}
 
 
 def _check_advantages(

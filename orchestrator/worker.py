@@ -22,7 +22,7 @@ from .pipeline_file import load_pipeline
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedNode, ResolvedPipeline, resolve
 from .seeds import derive_seed, rollout_seeds
-from .types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
+from .types import Prompt, Rollout, RolloutGroup, SamplingParams, ScoredGroup
 from .wire import PORT_CODECS, pack_prompts, score_from_json
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class TaskRunner:
         options = node.options
         first = spec.task.shard * options.prompts_per_task
         prompts = tuple(inputs[0][first : first + options.prompts_per_task])
-        arrival = self._weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
         request = GenerateRequest(
             prompts=prompts,
             group_size=options.group_size,
@@ -134,9 +133,7 @@ class TaskRunner:
             ),
             sampling=sampling_params(node),
         )
-        started = time.monotonic()
-        rollouts = self._weights.engine.generate(request, between_steps=lambda: report(0))
-        seconds = time.monotonic() - started
+        rollouts, metrics = self._generate(request, spec, report, in_flight=options.in_flight)
         groups = [
             RolloutGroup(
                 id=f"{spec.task.step}/{first + index}",
@@ -149,13 +146,38 @@ class TaskRunner:
         num_tokens = sum(r.num_tokens for group in groups for r in group.rollouts)
         return NodeOutput(
             items=groups,
-            metrics={
-                "generate_seconds": seconds,
-                "weights_seconds": arrival.total_seconds,
-                "activate_seconds": arrival.pause_seconds,
-                "num_tokens": float(num_tokens),
-            },
+            metrics={**metrics, "num_tokens": float(num_tokens)},
         )
+
+    def _generate(
+        self, request: GenerateRequest, spec: TaskSpec, report: Report, *, in_flight: bool
+    ) -> tuple[list[list[Rollout]], Mapping[str, float]]:
+        """Rollouts of the version asked for, or from it on with every newer one as it comes."""
+        weights = self._weights
+        if not in_flight:
+            arrival = weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
+            started = time.monotonic()
+            rollouts = weights.engine.generate(request, between_steps=lambda: report(0))
+            return rollouts, {
+                "generate_seconds": time.monotonic() - started,
+                **arrival.metrics(),
+            }
+        arrival = weights.ensure_newest(spec.version, snapshot_id=spec.snapshot_id)
+        num_updates = 0
+        started = time.monotonic()
+        with weights.in_flight() as advance:
+
+            def between_steps() -> None:
+                nonlocal num_updates
+                report(0)
+                num_updates += advance()
+
+            rollouts = weights.engine.generate(request, between_steps=between_steps)
+        return rollouts, {
+            "generate_seconds": time.monotonic() - started,
+            **arrival.metrics(),
+            "in_flight_updates": float(num_updates),
+        }
 
     def _score(
         self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report

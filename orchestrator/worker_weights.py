@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ..storage.codec import DeltaCodec
 from ..storage.errors import ErrorCode, SequenceError
 from ..storage.repository import PolicyRepository
-from ..storage.subscriber import Subscriber
+from ..storage.subscriber import StagedVersion, Subscriber
+from .in_flight import HeadFollower
 from .interfaces import Engine, WeightUpdate
 
 
@@ -26,6 +28,10 @@ class Arrival:
     total_seconds: float
     pause_seconds: float
 
+    def metrics(self) -> dict[str, float]:
+        """As a task reports it."""
+        return {"weights_seconds": self.total_seconds, "activate_seconds": self.pause_seconds}
+
 
 class WorkerWeights:
     """Follows a branch of a store on behalf of one engine."""
@@ -37,6 +43,7 @@ class WorkerWeights:
         self._store_url = store_url
         self._branch = branch
         self._codecs = codec_lookup(codecs)
+        self._repository: PolicyRepository | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
 
@@ -50,14 +57,34 @@ class WorkerWeights:
         started = time.monotonic()
         subscriber = self._follow()
         staged = subscriber.stage(version)
-        if staged.info.snapshot_id != snapshot_id:
-            raise SequenceError(
-                f"version {version} of {self._store_url} is snapshot {staged.info.snapshot_id}, "
-                f"but the task asks for {snapshot_id}.",
-                code=ErrorCode.WRONG_BASE,
-            )
+        self._check_snapshot(version, found=staged.info.snapshot_id, expected=snapshot_id)
+        return self._arrive(staged, started=started)
+
+    def ensure_newest(self, version: int, *, snapshot_id: str) -> Arrival:
+        """Have the engine hold the newest version, at least this.
+
+        Raises `SequenceError` when the branch's version of that number is another snapshot.
+        """
+        started = time.monotonic()
+        subscriber = self._follow()
+        found = self._opened().info(version, branch=self._branch).snapshot_id
+        self._check_snapshot(version, found=found, expected=snapshot_id)
+        return self._arrive(subscriber.stage(minimum=version), started=started)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[Callable[[], bool]]:
+        """Within, the function given activates a newer version if one is ready, and says so."""
+        with HeadFollower(self._follow(), self._activate) as follower:
+            yield follower.advance
+
+    def _arrive(self, staged: StagedVersion, *, started: float) -> Arrival:
         paused = time.monotonic()
-        activation = subscriber.activate(staged)
+        self._activate(staged)
+        ended = time.monotonic()
+        return Arrival(total_seconds=ended - started, pause_seconds=ended - paused)
+
+    def _activate(self, staged: StagedVersion) -> None:
+        activation = self._follow().activate(staged)
         self.engine.activate(
             WeightUpdate(
                 version=activation.version,
@@ -66,14 +93,25 @@ class WorkerWeights:
                 changes=activation.changes,
             )
         )
-        self._snapshot_id = snapshot_id
-        ended = time.monotonic()
-        return Arrival(total_seconds=ended - started, pause_seconds=ended - paused)
+        self._snapshot_id = activation.snapshot_id
+
+    def _check_snapshot(self, version: int, *, found: str, expected: str) -> None:
+        if found != expected:
+            raise SequenceError(
+                f"version {version} of {self._store_url} is snapshot {found}, but the task asks "
+                f"for {expected}.",
+                code=ErrorCode.WRONG_BASE,
+            )
+
+    def _opened(self) -> PolicyRepository:
+        if self._repository is None:
+            self._repository = PolicyRepository.open(self._store_url, read_only=True)
+        return self._repository
 
     def _follow(self) -> Subscriber:
         if self._subscriber is None:
             self._subscriber = Subscriber(
-                PolicyRepository.open(self._store_url, read_only=True),
+                self._opened(),
                 codecs=self._codecs,
                 branch=self._branch,
             )

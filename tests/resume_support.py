@@ -25,9 +25,11 @@ def start(
     *,
     plugins_dir: Path | None = None,
     selection: Selection | None = None,
+    lines: list[str] | None = None,
     **options: object,
 ) -> Mapping[str, Any]:
     """Run a pipeline to its end with one worker, or as `options` of the pipeline say."""
+    told = [] if lines is None else lines
     overlay = {"pipeline": {"workers": 1, **options}}
     request = RunRequest(
         pipeline_path=pipeline,
@@ -36,7 +38,7 @@ def start(
         plugins_dir=plugins_dir,
         selection=selection,
     )
-    return start_run(prepare(request))
+    return start_run(prepare(request), say=told.append)
 
 
 def resume(run_dir: Path, *, lines: list[str] | None = None, **request: Any) -> Mapping[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ from deltaloom.orchestrator.task_state import (
 )
 
 
-def template(*, lag: int, trains: bool = True) -> StepTemplate:
+def template(*, lag: int, trains: bool = True, **late: Any) -> StepTemplate:
     def node(name: str, inputs: Sequence[str], **flags: bool) -> NodeTemplate:
         return NodeTemplate(
             name=name,
@@ -51,15 +52,25 @@ def template(*, lag: int, trains: bool = True) -> StepTemplate:
         outputs=("score",),
         lag=lag,
         trains=trains,
+        **late,
     )
 
 
-def state(*, lag: int = 1, steps: int = 3, head: int = 0, trains: bool = True) -> TaskState:
+def state(
+    *,
+    lag: int = 1,
+    steps: int = 3,
+    head: int = 0,
+    trains: bool = True,
+    open_shards: Mapping[int, frozenset[int]] | None = None,
+    **late: Any,
+) -> TaskState:
     return TaskState(
-        template=template(lag=lag, trains=trains),
+        template=template(lag=lag, trains=trains, **late),
         first_step=head + 1,
         last_step=steps,
         head_version=head,
+        late=open_shards or {},
     )
 
 
@@ -197,7 +208,7 @@ def test_a_poison_task_is_given_up_after_its_attempts_and_the_step_goes_on() -> 
         machine.handle(TaskFailed(task=task, attempt=attempt, reason="crash"))
     ended = machine.handle(TaskFailed(task=task, attempt=3, reason="crash"))
     assert ended[0] == GiveUp(task=task, reason="crash (3 tries)")
-    assert Train(step=1) in ended
+    assert [i.step for i in ended if isinstance(i, Train)] == [1]
 
 
 def test_excused_failures_do_not_count() -> None:
@@ -251,3 +262,151 @@ def test_a_run_without_training_ends_too() -> None:
     world = World(state(trains=False, steps=4), random.Random(3))
     world.run()
     assert not [i for i in world.log if isinstance(i, Publish)]
+
+
+def consumed(world: World) -> dict[TaskId, int]:
+    """The step that each output task's result went to; fails for one that went to two."""
+    steps: dict[TaskId, int] = {}
+    for train in (i for i in world.log if isinstance(i, Train)):
+        for task in train.tasks:
+            assert task not in steps, f"{task} is consumed twice"
+            steps[task] = train.step
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lag=st.sampled_from([0, 1, 3]),
+    late_steps=st.sampled_from([0, 1, 2]),
+    waits=st.booleans(),
+    share=st.sampled_from([0.3, 0.5, 0.9]),
+    failures=st.sampled_from([0.0, 0.3]),
+)
+def test_late_tasks_are_consumed_once_and_in_time_under_any_order(
+    seed: int, lag: int, late_steps: int, waits: bool, share: float, failures: float
+) -> None:
+    machine = state(
+        lag=lag, steps=7, ready_share=share, late_steps=late_steps, waits_for_late=waits
+    )
+    world = World(machine, random.Random(seed), failures=failures)
+    world.run()
+    steps = consumed(world)
+    assert steps.keys() == {TaskId("score", k, shard) for k in range(1, 8) for shard in (0, 1)}
+    assert all(step >= task.step for task, step in steps.items())
+    if waits:
+        assert all(step - task.step <= late_steps for task, step in steps.items())
+    trains = [i for i in world.log if isinstance(i, Train)]
+    assert [i.step for i in trains] == list(range(1, 8))
+    assert not trains[-1].late
+
+
+def finished(machine: TaskState, *tasks: TaskId) -> list[Instruction]:
+    made: list[Instruction] = []
+    for task in tasks:
+        attempt = machine.tasks[task].attempt
+        made += machine.handle(TaskFinished(task=task, attempt=attempt, num_items=8))
+    return made
+
+
+def early(step: int) -> list[TaskId]:
+    """The tasks of a step's first shard."""
+    return [TaskId("source", step), TaskId("rollout", step), TaskId("score", step)]
+
+
+def trains(instructions: Sequence[Instruction]) -> list[Train]:
+    return [i for i in instructions if isinstance(i, Train)]
+
+
+def publish_after_training(machine: TaskState, step: int) -> list[Instruction]:
+    machine.handle(StepTrained(step=step))
+    return machine.handle(VersionPublished(version=step))
+
+
+def test_a_step_trains_early_and_its_straggler_joins_the_next() -> None:
+    machine = state(lag=0, ready_share=0.5, late_steps=1, steps=4)
+    machine.start()
+    assert trains(finished(machine, *early(1))) == [
+        Train(step=1, tasks=(TaskId("score", 1),), late=(TaskId("score", 1, 1),))
+    ]
+    publish_after_training(machine, 1)
+    assert not trains(finished(machine, *early(2))), "one step late is the most it may be"
+    (train,) = trains(finished(machine, TaskId("rollout", 1, 1), TaskId("score", 1, 1)))
+    assert train.tasks == (TaskId("score", 1, 1), TaskId("score", 2))
+
+
+def test_with_drop_or_admit_nobody_waits_for_a_straggler_until_the_last_step() -> None:
+    machine = state(lag=0, ready_share=0.5, waits_for_late=False, steps=3)
+    machine.start()
+    for step in (1, 2):
+        (train,) = trains(finished(machine, *early(step)))
+        assert TaskId("score", 1, 1) in train.late
+        publish_after_training(machine, step)
+    assert not trains(finished(machine, *early(3)))
+    assert (TaskId("rollout", 1, 1), 1) in machine.outstanding()
+
+
+def test_rollouts_do_not_start_while_too_much_is_unfinished() -> None:
+    machine = state(lag=0, ready_share=0.5, waits_for_late=False, steps=9)
+    machine.start()
+    for step in (1, 2):
+        finished(machine, *early(step))
+        publish_after_training(machine, step)
+    finished(machine, *early(3))
+    publish_after_training(machine, 3)
+    finished(machine, TaskId("source", 4))
+    assert TaskId("rollout", 4) not in machine.tasks
+    finished(machine, TaskId("rollout", 1, 1), TaskId("score", 1, 1))
+    assert machine.tasks[TaskId("rollout", 4)].status == "submitted"
+
+
+def test_a_resumed_run_takes_up_what_was_late_and_nothing_else() -> None:
+    machine = state(
+        head=5, steps=7, lag=0, ready_share=0.5, late_steps=1, open_shards={5: frozenset({1})}
+    )
+    submitted = [i.task for i in machine.start() if isinstance(i, Submit)]
+    assert TaskId("source", 5) in submitted
+    made = finished(machine, TaskId("source", 5))
+    assert [i.task for i in made if isinstance(i, Submit)] == [TaskId("rollout", 5, 1)]
+    assert machine.required_version(5) == 4
+    assert not trains(finished(machine, *early(6)))
+    (train,) = trains(finished(machine, TaskId("rollout", 5, 1), TaskId("score", 5, 1)))
+    assert train.tasks == (TaskId("score", 5, 1), TaskId("score", 6))
+    assert machine.oldest_open_step() == 6
+
+
+def test_what_a_stopped_run_left_far_behind_is_started_anew_within_the_bound() -> None:
+    machine = state(
+        head=9,
+        steps=10,
+        lag=1,
+        ready_share=0.5,
+        waits_for_late=False,
+        open_shards={3: frozenset({0})},
+    )
+    assert machine.required_version(3) == 8
+    assert machine.required_version(10) == 8
+
+
+def test_retried_lost_and_twice_answered_tasks_count_once_each() -> None:
+    """32 tasks: two fail and succeed when tried again, one always fails, one answers twice."""
+    machine = state(lag=0, steps=1)
+    machine.start()
+    machine.handle(TaskFinished(task=TaskId("source", 1), attempt=1, num_items=4 * 32))
+    log: list[Instruction] = []
+    for shard in range(32):
+        rollout = TaskId("rollout", 1, shard)
+        num_failures = {4: 1, 9: 1, 20: 3}.get(shard, 0)
+        for attempt in range(1, num_failures + 1):
+            log += machine.handle(TaskFailed(task=rollout, attempt=attempt, reason="HTTP 400"))
+        if shard == 20:
+            continue
+        answers = 2 if shard == 21 else 1
+        for _ in range(answers):
+            log += machine.handle(TaskFinished(task=rollout, attempt=num_failures + 1, num_items=4))
+        log += finished(machine, TaskId("score", 1, shard))
+    assert [i.task.shard for i in log if isinstance(i, GiveUp)] == [20]
+    (train,) = trains(log)
+    assert [task.shard for task in train.tasks] == list(range(32))
+    submitted = [i.task.shard for i in log if isinstance(i, Submit) and i.task.node == "score"]
+    assert sorted(submitted) == [shard for shard in range(32) if shard != 20]

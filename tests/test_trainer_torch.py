@@ -91,10 +91,11 @@ def test_trainer_and_engine_agree_on_logprobs() -> None:
     assert metrics["tokens"] == BATCH.tokens.size
 
 
-def test_logprobs_are_at_the_sampling_temperature() -> None:
-    sampling = SamplingParams(max_new_tokens=6, temperature=0.5)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 0.7), (0.5, 0.7)])
+def test_logprobs_are_of_the_distribution_drawn_from(temperature: float, top_p: float) -> None:
+    sampling = SamplingParams(max_new_tokens=6, temperature=temperature, top_p=top_p)
     drawn = engine_with(MODEL, POLICY).generate(
-        request(["12=", "3="], group_size=4, max_new_tokens=6, temperature=0.5)
+        request(["12=", "3="], group_size=4, max_new_tokens=6, temperature=temperature, top_p=top_p)
     )
     scored = [make_group([0.0, 1.0, 0.0, 1.0], id=f"0/{index}") for index in range(2)]
     scored = [
@@ -104,8 +105,53 @@ def test_logprobs_are_at_the_sampling_temperature() -> None:
         for index, item in enumerate(scored)
     ]
     batch = build_batch(scored, GRPO(GRPOConfig()).advantages(scored), policy_version=0)
-    assert _trainer(sampling=sampling).train_step(batch)["logprob_difference"] < 1e-5
+    metrics = _trainer(sampling=sampling).train_step(batch)
+    assert metrics["logprob_difference"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert math.isfinite(metrics["entropy"])
     assert _trainer().train_step(batch)["logprob_difference"] > 0.05
+
+
+def _off_policy(batch: TrainBatch) -> TrainBatch:
+    """As if another policy had drawn the tokens."""
+    shift = np.linspace(-0.6, 0.4, batch.tokens.size, dtype=np.float32)
+    return dataclasses.replace(batch, logprobs=batch.logprobs + shift)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_only_the_tokens_that_m2po_keeps_have_a_gradient(num_passes: int) -> None:
+    batch = _off_policy(BATCH)
+    grpo = GRPOConfig(objective="m2po", max_second_moment=0.04)
+    options = {"grpo": grpo, "max_grad_norm": 0.0, "num_passes": num_passes}
+    whole = _gradients(_trainer(**options), batch)
+    split = _gradients(_trainer(micro_batch_rollouts=2, **options), batch)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6)
+    left_out = _trainer(**options).train_step(batch)["clip_fraction"]
+    assert 0.1 < left_out < 0.9
+    loose = GRPOConfig(objective="m2po", max_second_moment=10.0)
+    assert _trainer(grpo=loose).train_step(batch)["clip_fraction"] == 0.0
+
+
+def test_the_old_policy_is_the_one_the_step_started_with() -> None:
+    """One pass: the ratio to it is 1. Two: the second pass is measured from before the first."""
+    config = GRPOConfig(clip_to="old", correction="tis", clip_low=1e-6, clip_high=1e-6)
+    batch, adamw = _off_policy(BATCH), AdamWConfig(lr=1e-3)
+    first = _trainer(grpo=config, adamw=adamw).train_step(batch)
+    second = _trainer(grpo=config, adamw=adamw, num_passes=2).train_step(batch)
+    assert first["clip_fraction"] == 0.0
+    assert second["clip_fraction"] > 0.3
+    assert second["correction_weight"] == pytest.approx(first["correction_weight"], rel=1e-4)
+
+
+def test_two_passes_without_a_surrogate_are_two_steps() -> None:
+    grpo = GRPOConfig(objective="cispo", clip_low=1.0, clip_high=1e6)
+    twice, once = _trainer(grpo=grpo, num_passes=2), _trainer(grpo=grpo)
+    twice.train_step(BATCH)
+    once.train_step(BATCH)
+    assert policy_bytes(once.policy()) != policy_bytes(twice.policy())
+    once.train_step(BATCH)
+    assert policy_bytes(once.policy()) == policy_bytes(twice.policy())
 
 
 def test_entropy_of_the_uniform_policy() -> None:
@@ -331,9 +377,9 @@ def test_a_trainer_without_weights_says_what_to_call() -> None:
         make_trainer(MODEL).policy()
 
 
-@pytest.mark.parametrize("option", ["micro_batch_rollouts", "max_grad_norm"])
+@pytest.mark.parametrize("option", ["micro_batch_rollouts", "max_grad_norm", "num_passes"])
 def test_options_out_of_range_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} must be >= 0, got -1"):
+    with pytest.raises(ConfigError, match=f"{option} must be >= [01], got -1"):
         TorchTrainerConfig(**{option: -1})  # type: ignore[arg-type]
 
 

@@ -51,7 +51,9 @@ def graph(
         print_json({"nodes": nodes, "edges": edges})
         return
     drawers = {"text": draw.draw_text, "mermaid": draw.draw_mermaid, "svg": draw.draw_svg}
-    drawing = drawers[format](loaded.graph, lag=int(loaded.options.get("max_staleness", 1)))
+    given = loaded.options
+    lag = int(given.get("max_staleness", 1)) - int(given.get("late_steps", 0))
+    drawing = drawers[format](loaded.graph, lag=lag)
     if output is None:
         typer.echo(drawing.rstrip("\n"))
     else:

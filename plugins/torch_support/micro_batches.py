@@ -19,6 +19,9 @@ from ...orchestrator.types import TrainBatch
 
 IntArray = npt.NDArray[np.int64]
 
+OLD_LOGPROBS = "old_logprobs"
+"""The column a trainer keeps the logprobs of the step's first policy in; never a node's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTotals:
@@ -57,6 +60,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
+    old_logprobs: Tensor | None
     extras: Mapping[str, Tensor]
 
     def padded(self, values: Tensor) -> Tensor:
@@ -100,6 +104,7 @@ def _micro_batch(batch: TrainBatch, rows: slice) -> MicroBatch:
         filled.reshape(-1)[places] = column[tokens]
         return torch.from_numpy(filled)
 
+    extras = {name: padded(column) for name, column in batch.extras.items()}
     return MicroBatch(
         inputs=torch.from_numpy(np.ascontiguousarray(inputs[:, :-1])),
         at=torch.from_numpy(token_rows * (width - 1) + before),
@@ -108,7 +113,8 @@ def _micro_batch(batch: TrainBatch, rows: slice) -> MicroBatch:
         rollout_logprobs=padded(batch.logprobs),
         advantages=padded(batch.advantages),
         mask=padded(batch.mask),
-        extras={name: padded(column) for name, column in batch.extras.items()},
+        old_logprobs=extras.pop(OLD_LOGPROBS, None),
+        extras=extras,
     )
 
 

@@ -41,21 +41,33 @@ def draw(
     """
     if temperature == 0.0:
         return logits.argmax(dim=-1), torch.zeros(len(logits), dtype=torch.float32)
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    if top_p < 1.0:
-        logprobs = _nucleus(logprobs, top_p)
+    logprobs = sampled_distribution(logits, temperature=temperature, top_p=top_p)
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     targets = uniform.unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
+def sampled_distribution(
+    logits: Tensor, *, temperature: float, top_p: float, drawn: Tensor | None = None
+) -> Tensor:
+    """Logprobs float32 [n, V] of the distribution that tokens are drawn from.
+
+    `drawn` int64 [n] are tokens that another policy drew: one outside this policy's nucleus is
+    kept in it, so that its logprob is finite and its gradient can bring it back.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs if top_p >= 1.0 else _nucleus(logprobs, top_p, drawn)
+
+
+def _nucleus(logprobs: Tensor, top_p: float, drawn: Tensor | None) -> Tensor:
     """Keep the fewest most likely tokens whose mass reaches `top_p`; ties by token id."""
-    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    ordered, order = logprobs.detach().sort(dim=-1, descending=True, stable=True)
     before = ordered.double().exp().cumsum(dim=-1) - ordered.double().exp()
     outside = torch.empty_like(before, dtype=torch.bool)
     outside.scatter_(1, order, before >= top_p - _MASS_ROUNDING)
+    if drawn is not None:
+        outside.scatter_(1, drawn.unsqueeze(1), value=False)
     return torch.log_softmax(logprobs.masked_fill(outside, -torch.inf), dim=-1)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import Algorithm, LossInputs, Model, Optimizer
-from ...orchestrator.types import SamplingParams, TrainBatch, TrainerState
+from ...orchestrator.interfaces import Algorithm, LossInputs, Model, Optimizer, PreparesBatch
+from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
 from .._options import require
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ class TorchTrainerConfig:
     micro_batch_rollouts: int = 0
     """Rollouts computed at once; 0 takes the whole batch. The result does not depend on it
     beyond float32 rounding, memory does."""
+    num_passes: int = 1
+    """Optimizer steps on each batch (PPO's epochs), every one on the whole of it. Beyond the
+    first, the policy at the start of the step is its own: `old_logprobs` of the loss."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 never scales."""
     policy_dtype: str = "bfloat16"
@@ -37,14 +42,17 @@ class TorchTrainerConfig:
         size, norm = self.micro_batch_rollouts, self.max_grad_norm
         require(size >= 0, option="micro_batch_rollouts", expected=">= 0", got=size)
         require(norm >= 0, option="max_grad_norm", expected=">= 0", got=norm)
+        passes = self.num_passes
+        require(passes >= 1, option="num_passes", expected=">= 1", got=passes)
 
 
 class TorchTrainer:
     """Trains a model's module on stored batches.
 
     A step is a function of state and batch: thread count, algorithm choice and any dropout seed
-    are set for each step. Logprobs are of the distribution at the sampling temperature, as the
-    rollout's are.
+    are set for each step. Logprobs are of the distribution that the engine draws from: at the
+    sampling temperature, and over the nucleus (with the drawn token) for top-p below 1. So the
+    ratio to an unchanged policy is 1, whatever the sampling parameters.
     """
 
     name: ClassVar[str] = "torch"
@@ -102,38 +110,27 @@ class TorchTrainer:
         return policy_tensors(self.module, dtype=self._policy_dtype)
 
     def train_step(self, batch: TrainBatch) -> Mapping[str, float]:
-        """One optimizer step on `batch`; a batch with nothing to train leaves all as it was.
+        """`num_passes` optimizer steps on `batch`; one with nothing to train changes nothing.
 
-        Metrics: `loss`, `grad_norm` before clipping, `tokens`, `empty`, `learning_rate`, what
-        the algorithm adds, and over trained tokens `entropy`, `kl_rollout` (KL of rollout from
-        current policy, estimator k3 of joschu.net/blog/kl-approx.html), `logprob_difference`
-        (mean absolute), `ratio_mean` and `ratio_max`. Raises `RunError` for a gradient that is
-        not finite, before any weight changes.
+        Metrics, of the last pass: `loss`, `grad_norm` before clipping, `tokens`, `empty`,
+        `learning_rate`, what the algorithm adds, and over trained tokens `entropy`,
+        `kl_rollout` (KL of rollout from current policy, estimator k3 of
+        joschu.net/blog/kl-approx.html), `logprob_difference` (mean absolute), `ratio_mean` and
+        `ratio_max`. Raises `RunError` for a gradient that is not finite, before any weight
+        changes.
         """
         from ..torch_support.determinism import compute_threads, deterministic
-        from ..torch_support.metrics import MetricSums, empty_metrics
-        from ..torch_support.micro_batches import BatchTotals, micro_batches
+        from ..torch_support.metrics import empty_metrics
 
-        module = self.module
-        totals = BatchTotals.of(batch)
-        if not totals.num_tokens:
+        if not batch.num_trained_tokens:
             return empty_metrics()
-        sums = MetricSums()
-        size = self._config.micro_batch_rollouts
         step = batch.policy_version
+        metrics: Mapping[str, float] = {}
         with compute_threads(self._num_threads), deterministic(seed=self._seed, step=step):
-            module.zero_grad(set_to_none=True)
-            for micro in micro_batches(batch, num_rollouts=size):
-                self._accumulate(module, micro, totals, sums)
-            grad_norm = self._clip(module, step)
-            learning_rate = self._update(module)
-        return {
-            **sums.means(),
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": float(totals.num_tokens),
-            "empty": 0.0,
-        }
+            batch = self._with_old_logprobs(batch)
+            for _ in range(self._config.num_passes):
+                metrics = self._train_pass(self._prepared(batch))
+        return {**metrics, "tokens": float(batch.num_trained_tokens), "empty": 0.0}
 
     def state(self) -> TrainerState:
         """Masters, moments and schedule as copies."""
@@ -163,6 +160,63 @@ class TorchTrainer:
         """Let go of the weights."""
         self._module = None
 
+    def _train_pass(self, batch: TrainBatch) -> dict[str, float]:
+        """Gradients over the whole batch, and one optimizer step."""
+        from ..torch_support.metrics import MetricSums
+        from ..torch_support.micro_batches import BatchTotals, micro_batches
+
+        module = self.module
+        sums = MetricSums()
+        module.zero_grad(set_to_none=True)
+        for micro in micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts):
+            self._accumulate(module, micro, BatchTotals.of(batch), sums)
+        grad_norm = self._clip(module, batch.policy_version)
+        return {**sums.means(), "grad_norm": grad_norm, "learning_rate": self._update(module)}
+
+    def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the logprobs of the policy as it is now, where later passes need them."""
+        from ..torch_support.micro_batches import OLD_LOGPROBS
+
+        if self._config.num_passes == 1:
+            return batch
+        extras = {**batch.extras, OLD_LOGPROBS: self._batch_logprobs(batch)}
+        return replace(batch, extras=extras)
+
+    def _prepared(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the columns that the algorithm makes of the whole of it."""
+        algorithm = self._algorithm
+        if not isinstance(algorithm, PreparesBatch) or not algorithm.needs_preparation:
+            return batch
+        columns = algorithm.prepare(batch, self._batch_logprobs(batch))
+        return replace(batch, extras={**batch.extras, **columns})
+
+    def _batch_logprobs(self, batch: TrainBatch) -> FloatArray:
+        """Logprobs [S] of the batch's tokens under the current policy."""
+        import torch
+
+        from ..torch_support.micro_batches import micro_batches
+
+        parts = []
+        with torch.no_grad():
+            for micro in micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts):
+                _, logprobs = self._logprobs(self.module, micro)
+                parts.append(logprobs.numpy())
+        return np.concatenate(parts)
+
+    def _logprobs(
+        self, module: torch.nn.Module, micro: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The distribution [s, V] at each completion token, and that token's logprob [s]."""
+        from ..torch_support.sampling import sampled_distribution
+
+        distribution = sampled_distribution(
+            module(micro.inputs, at=micro.at),
+            temperature=self._temperature,
+            top_p=self._sampling.top_p if self._sampling else 1.0,
+            drawn=micro.targets,
+        )
+        return distribution, distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
+
     def _accumulate(
         self,
         module: torch.nn.Module,
@@ -171,15 +225,12 @@ class TorchTrainer:
         sums: MetricSums,
     ) -> None:
         """Add one micro-batch's gradients and metric sums."""
-        import torch
-
-        logits = module(micro.inputs, at=micro.at)
-        distribution = torch.log_softmax(logits.float() / self._temperature, dim=-1)
-        logprobs = distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
+        distribution, logprobs = self._logprobs(module, micro)
         output = self._algorithm.loss(
             LossInputs(
                 logprobs=micro.padded(logprobs),
                 rollout_logprobs=micro.rollout_logprobs,
+                old_logprobs=micro.old_logprobs,
                 advantages=micro.advantages,
                 mask=micro.mask,
                 extras=micro.extras,

@@ -1,0 +1,78 @@
+"""In-flight updates: newer versions are staged while an engine decodes, activated between steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from ..storage.errors import DeltaloomError
+from ..storage.subscriber import StagedVersion, Subscriber
+
+POLL_SECONDS = 0.02
+
+
+class HeadFollower:
+    """Stages each newer version in a thread of its own, for as long as the context is open.
+
+    The subscriber is handed to and fro: the thread has it until a version is staged, `advance`
+    until that version is active. What is staged when the context closes is let go.
+    """
+
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        activate: Callable[[StagedVersion], None],
+        *,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self._subscriber = subscriber
+        self._activate = activate
+        self._poll_seconds = poll_seconds
+        self._staged: StagedVersion | None = None
+        self._error: DeltaloomError | OSError | None = None
+        self._closing = threading.Event()
+        self._handed_back = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="head follower", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._handed_back.set()
+        self._thread.join()
+
+    def advance(self) -> bool:
+        """Activate the version that is staged, if there is one; whether there was.
+
+        Raises what staging raised: the store could not be read, or gave wrong bits.
+        """
+        if self._error is not None:
+            raise self._error
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return False
+        self._activate(staged)
+        self._handed_back.set()
+        return True
+
+    def _follow(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._subscriber.head() <= self._subscriber.version:
+                    self._closing.wait(self._poll_seconds)
+                    continue
+                self._handed_back.clear()
+                self._staged = self._subscriber.stage()
+                if not self._closing.is_set():
+                    self._handed_back.wait()
+        except (DeltaloomError, OSError) as error:
+            self._error = error
