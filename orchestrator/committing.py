@@ -14,7 +14,7 @@ from .driver import Committed
 from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
-from .training import StepOutcome, ledger_table
+from .training import StepOutcome, ledger_table, trainer_attributes
 
 if TYPE_CHECKING:
     from ..storage.publisher import Publisher
@@ -60,6 +60,7 @@ class Committer:
                     "metrics": dict(outcome.metrics),
                     "accounting": accounting.to_json(),
                     "config_digest": self._config_digest,
+                    **outcome.attributes,
                     **self._first,
                 },
             )
@@ -92,6 +93,7 @@ def commit_initial(
             "config": dict(pipeline.config),
             "pipeline_source": pipeline_source,
             "environment": environment(pipeline),
+            **trainer_attributes(trainer),
         },
     )
 

@@ -45,6 +45,7 @@ BUNDLED_PLUGINS = (
     "optimizers.pipemare",
     "optimizers.xpipe",
     "pipeline.prediction",
+    "pipeline.trainer",
     "scorers.function",
     "executors.local",
     "trackers.jsonl",

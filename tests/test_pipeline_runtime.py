@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deltaloom.orchestrator.errors import (
     ConfigError,
@@ -465,12 +467,73 @@ def test_state_of_another_pipeline_is_refused() -> None:
 
     with pytest.raises(RunError, match="1 updates after 3 micro-batches"):
         make_trainer(per_update=3 - 2).load(saved)
-    with pytest.raises(RunError, match="more than 2 stages"):
+    with pytest.raises(RunError, match="it has 4 stages, expected 2"):
         make_trainer(num_stages=2, per_update=2).load(saved)
-    with pytest.raises(RunError, match=r"no 'module/0\.weight' for stage 4"):
+    with pytest.raises(RunError, match="it has 4 stages, expected 5"):
         make_trainer(num_stages=5, per_update=2).load(saved)
     with pytest.raises(RunError, match="has no 'progress'"):
         trainer.load({})
+    with pytest.raises(RunError, match="has no 'values' of stage 1"):
+        trainer.load({k: v for k, v in saved.items() if k != "stage1/values"})
+    with pytest.raises(RunError, match=r"missing \['master/0\.weight'\]"):
+        trainer.load({k: v for k, v in saved.items() if k != "stage1/master/0.weight"})
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_stages=st.integers(1, 5),
+    per_update=st.integers(1, 3),
+    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    reload=st.booleans(),
+)
+def test_pauses_change_nothing(
+    num_stages: int, per_update: int, cuts: list[int], reload: bool
+) -> None:
+    batches = make_batches(sum(cuts))
+    straight = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+    paused = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+    losses = straight.train(batches).losses
+    seen: list[Any] = []
+    for size in cuts:
+        result = paused.train(batches[len(seen) : len(seen) + size], drain=False)
+        seen += result.losses
+        done = len(seen)
+        ahead = [num_stages - 1 - stage for stage in range(num_stages)]
+        assert paused.versions == tuple(max(0, done - a) // per_update for a in ahead)
+        if reload:
+            state = paused.state()
+            paused = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+            paused.load(state)
+    paused.train([])
+
+    assert tuple(seen) == losses
+    assert paused.num_in_flight == 0
+    assert equal(weights(straight), weights(paused))
+
+
+def test_paused_pipeline_without_a_stash_cannot_be_saved() -> None:
+    trainer = make_trainer(stash=False)
+    trainer.train(make_batches(6), drain=False)
+
+    with pytest.raises(RunError, match="stage 0 has 3 micro-batches in flight and nothing"):
+        trainer.state()
+    trainer.train([])
+    assert "stage0/version" in trainer.state()
+
+
+def test_gradient_that_is_not_finite_stops_before_the_update() -> None:
+    trainer = make_trainer(num_stages=2)
+    trainer.train(make_batches(2))
+    before = weights(trainer)
+    bad = MicroBatch(
+        inputs=torch.full((3, 4), torch.nan, dtype=torch.float64),
+        targets=torch.zeros(3, 4, dtype=torch.float64),
+        weight=3.0,
+    )
+
+    with pytest.raises(RunError, match=r"gradient norm of stage \d at its update 3 is nan"):
+        trainer.train([bad])
+    assert equal(before, weights(trainer))
 
 
 def test_impossible_options_are_refused() -> None:

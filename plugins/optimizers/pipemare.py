@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
 from ._checks import require, require_betas, require_rates
@@ -47,8 +47,8 @@ class PipeMareConfig:
 class PipeMare:
     """AdamW at lr * tau^-(1 - min(t / T, 1)): PipeMare's learning-rate rule (T1)."""
 
-    name = _NAME
-    Config = PipeMareConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = PipeMareConfig
 
     def __init__(self, config: PipeMareConfig) -> None:
         self.config = config

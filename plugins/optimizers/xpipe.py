@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
 from ._checks import require, require_betas, require_rates
@@ -39,8 +39,8 @@ class XPipeConfig:
 class XPipe:
     """AdamW on w; the stored weights are w - s lr m_hat / (sqrt(v_hat) + eps)."""
 
-    name = _NAME
-    Config = XPipeConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = XPipeConfig
 
     def __init__(self, config: XPipeConfig) -> None:
         self.config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class Message:
     """What a stage needs for one operation: a tensor and, on the way forward, what belongs to it.
 
-    `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens.
+    `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens;
+    `at` is what the last stage is called with beside its input, None for nothing.
     """
 
     tensor: torch.Tensor
     targets: Any = None
     weight: float = 1.0
+    at: torch.Tensor | None = None
 
 
 class Halt:
@@ -66,11 +68,14 @@ class Halt:
 class Inbox:
     """What has arrived at one stage: activations for forwards and gradients for backwards."""
 
-    def __init__(self, *, stage: int, halt: Halt) -> None:
+    def __init__(
+        self, *, stage: int, halt: Halt, waiting: Mapping[tuple[OpKind, int], Message] | None = None
+    ) -> None:
+        """`waiting` are messages that arrived before a pause."""
         self._stage = stage
         self._halt = halt
         self._ready = threading.Condition()
-        self._messages: dict[tuple[OpKind, int], Message] = {}
+        self._messages = dict(waiting or {})
         self._total: int | None = None
         halt.watch(self._ready)
 
@@ -78,6 +83,12 @@ class Inbox:
     def total(self) -> int | None:
         """Micro-batches in all, once the source has ended."""
         return self._total
+
+    @property
+    def waiting(self) -> dict[tuple[OpKind, int], Message]:
+        """What has arrived and was not taken."""
+        with self._ready:
+            return dict(self._messages)
 
     def put(self, kind: OpKind, micro_batch: int, message: Message) -> None:
         """Deliver the input of an operation."""

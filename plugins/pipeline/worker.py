@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...orchestrator.errors import RunError, RunErrorCode
 from .channels import Halt, Inbox, Message, NormExchange
 from .clock import DeviceClock, StageSeconds
 from .schedule import Op, OpKind, Progress, Schedule, candidates
@@ -18,11 +20,15 @@ from .stage import Stage, UpdateRecord, clip_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Input of stage 0, what the loss compares with, and what it counts for in the mean."""
+    """Input of stage 0, what the loss compares with, and what it counts for in the mean.
+
+    `at`, where given, is the second input of the last stage.
+    """
 
     inputs: torch.Tensor
     targets: Any = None
     weight: float = 1.0
+    at: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,10 @@ class Links:
 
 
 class Worker:
-    """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended."""
+    """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended.
+
+    At the end of the source a worker either drains, or pauses where the next forward would be.
+    """
 
     def __init__(
         self,
@@ -80,6 +89,7 @@ class Worker:
         fixed_order: bool,
         deadline_seconds: float,
         seconds: StageSeconds,
+        drain: bool,
     ) -> None:
         self.index = stage.index
         self.progress = progress
@@ -93,6 +103,13 @@ class Worker:
         self._fixed_order = fixed_order
         self._deadline_seconds = deadline_seconds
         self._seconds = seconds
+        self._drain = drain
+        self._end: int | None = None
+
+    @property
+    def waiting(self) -> dict[tuple[OpKind, int], Message]:
+        """Messages that arrived for operations after the end."""
+        return self._links.inbox.waiting
 
     def run(self) -> None:
         """Work until the source has ended and everything is done, or the pipeline stops."""
@@ -101,12 +118,15 @@ class Worker:
 
     def _work_once(self) -> bool:
         options = candidates(self._schedule, self.index, self.progress)
-        if not options:
+        if not options or (not self._drain and self._is_end(options[0])):
             return False
         choice = self._acquire(options[:1] if self._fixed_order else options[::-1])
         if choice is not None:
             self._execute(*choice)
         return True
+
+    def _is_end(self, op: Op) -> bool:
+        return op.kind is OpKind.FORWARD and op.micro_batch == self._end
 
     def _acquire(self, options: tuple[Op, ...]) -> tuple[Op, Message | None] | None:
         """An operation that can run now, with its input; None when the source has just ended."""
@@ -120,7 +140,7 @@ class Worker:
             waiting.append(op)
         taken = self._links.inbox.take(
             waiting,
-            known_total=self.progress.total if self.index else None,
+            known_total=self._end if self.index else None,
             deadline_seconds=self._deadline_seconds,
         )
         if taken is None:
@@ -139,10 +159,14 @@ class Worker:
         if batch is None:
             self._end_source(self.progress.num_forward)
             return None
-        return op, Message(tensor=batch.inputs, targets=batch.targets, weight=batch.weight)
+        return op, Message(
+            tensor=batch.inputs, targets=batch.targets, weight=batch.weight, at=batch.at
+        )
 
     def _end_source(self, total: int | None) -> None:
-        self.progress = replace(self.progress, total=total)
+        self._end = total
+        if self._drain:
+            self.progress = replace(self.progress, total=total)
         if self._links.following is not None and total is not None:
             self._links.following.close(total)
 
@@ -179,6 +203,13 @@ class Worker:
 
     def _update(self) -> None:
         own = total = self._stage.accumulated.squared_norm()
+        if not math.isfinite(own):
+            raise RunError(
+                f"the gradient norm of stage {self.index} at its update "
+                f"{self.progress.num_updates + 1} is {own**0.5}.",
+                code=RunErrorCode.NONFINITE_GRADIENT,
+                remedy="Lower the learning rate, or look at the batch of that update.",
+            )
         if self._links.exchange is not None:
             total = self._links.exchange.total(
                 own,

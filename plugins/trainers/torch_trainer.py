@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import Algorithm, LossInputs, Model, Optimizer
+from ...orchestrator.interfaces import Algorithm, Model, Optimizer
 from ...orchestrator.types import SamplingParams, TrainBatch, TrainerState
 from .._options import require
 
@@ -171,27 +171,16 @@ class TorchTrainer:
         sums: MetricSums,
     ) -> None:
         """Add one micro-batch's gradients and metric sums."""
-        import torch
+        from ..torch_support.policy_loss import PolicyLoss
 
-        logits = module(micro.inputs, at=micro.at)
-        distribution = torch.log_softmax(logits.float() / self._temperature, dim=-1)
-        logprobs = distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
-        output = self._algorithm.loss(
-            LossInputs(
-                logprobs=micro.padded(logprobs),
-                rollout_logprobs=micro.rollout_logprobs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                extras=micro.extras,
-                num_batch_tokens=totals.num_tokens,
-                num_batch_rollouts=totals.num_rollouts,
-                max_length=self._sampling.max_new_tokens if self._sampling else totals.max_length,
-            )
+        policy_loss = PolicyLoss(
+            algorithm=self._algorithm,
+            temperature=self._temperature,
+            max_length=self._sampling.max_new_tokens if self._sampling else 0,
         )
-        if output.loss.requires_grad:
-            output.loss.backward()  # type: ignore[no-untyped-call]
-        sums.add_output(output)
-        sums.add_tokens(micro, distribution.detach(), logprobs.detach())
+        loss = policy_loss(module(micro.inputs, at=micro.at), micro, totals=totals, sums=sums)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def _clip(self, module: torch.nn.Module, step: int) -> float:
         """Scale the gradients; their norm before."""
