@@ -38,6 +38,7 @@ BUNDLED_PLUGINS = (
     "trainers.torch_trainer",
     "algorithms.grpo",
     "algorithms.reinforce",
+    "algorithms.sft",
     "optimizers.adamw",
     "optimizers.delayed_sgd",
     "optimizers.nadam",
