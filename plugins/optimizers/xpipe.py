@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_betas, require_rates
+from ._checks import require_delayed_adam
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,13 @@ class XPipeConfig:
     """Version gap s to predict over, in updates, until one is measured."""
 
     def __post_init__(self) -> None:
-        require_rates(_NAME, lr=self.lr, weight_decay=self.weight_decay)
-        require_betas(_NAME, self.betas)
-        require(self.delay >= 0, option=f"{_NAME}.delay", expected=">= 0", got=self.delay)
+        require_delayed_adam(
+            _NAME,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            delay=self.delay,
+        )
 
 
 class XPipe:
