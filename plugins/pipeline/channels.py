@@ -20,13 +20,15 @@ class Message:
     """What a stage needs for one operation: a tensor and, on the way forward, what belongs to it.
 
     `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens;
-    `at` is what the last stage is called with beside its input, None for nothing.
+    `at` is what the last stage is called with beside its input, None for nothing. It `arrives` at
+    that time of a monotonic clock on a simulated link, 0 for at once.
     """
 
     tensor: torch.Tensor
     targets: Any = None
     weight: float = 1.0
     at: torch.Tensor | None = None
+    arrives: float = 0.0
 
 
 class Halt:
@@ -105,7 +107,7 @@ class Inbox:
     def poll(self, op: Op) -> Message | None:
         """The input of `op` if it has arrived."""
         with self._ready:
-            return self._messages.pop((op.kind, op.micro_batch), None)
+            return self._arrived(op)
 
     def take(
         self, wanted: Sequence[Op], *, known_total: int | None, deadline_seconds: float
@@ -121,7 +123,7 @@ class Inbox:
             while True:
                 self._halt.check()
                 for op in wanted:
-                    message = self._messages.pop((op.kind, op.micro_batch), None)
+                    message = self._arrived(op)
                     if message is not None:
                         return op, message
                 if self._total != known_total:
@@ -129,7 +131,20 @@ class Inbox:
                 remaining = deadline - monotonic()
                 if remaining <= 0:
                     raise self._expired(wanted, deadline_seconds)
-                self._ready.wait(remaining)
+                self._ready.wait(min(remaining, self._until_arrival(wanted)))
+
+    def _arrived(self, op: Op) -> Message | None:
+        key = (op.kind, op.micro_batch)
+        message = self._messages.get(key)
+        if message is None or message.arrives > monotonic():
+            return None
+        return self._messages.pop(key)
+
+    def _until_arrival(self, wanted: Sequence[Op]) -> float:
+        """Seconds until the first of these inputs that is under way arrives."""
+        keys = [(op.kind, op.micro_batch) for op in wanted]
+        under_way = [self._messages[key].arrives for key in keys if key in self._messages]
+        return max(0.0, min(under_way) - monotonic()) if under_way else float("inf")
 
     def _expired(self, wanted: Sequence[Op], deadline_seconds: float) -> DeadlineError:
         inputs = " or ".join(_describe_input(op, self._stage) for op in wanted)

@@ -23,7 +23,7 @@ import torch
 
 from ...orchestrator.errors import ConfigError, RunErrorCode, RunInterruptedError
 from .channels import Halt, Inbox, Message, NormExchange
-from .clock import DeviceClock, StageSeconds
+from .clock import DeviceClock, StageSeconds, jitter_factors
 from .schedule import OpKind, Progress, Schedule
 from .simulator import Span
 from .stage import Loss, Stage, UpdateRecord
@@ -63,6 +63,12 @@ class PipelineConfig:
     """Longest wait for another stage."""
     stage_seconds: tuple[StageSeconds, ...] = ()
     """Least time of each stage's operations on the simulated device; empty: none."""
+    link_seconds: float = 0.0
+    """Time a message between stages is under way on the simulated link."""
+    jitter: float = 0.0
+    """Sigma of the lognormal factor of mean 1 on these times, as in the simulator."""
+    jitter_seed: int = 0
+    """The jitter's only randomness."""
 
     def __post_init__(self) -> None:
         if self.clip == "global" and self.clip_norm and not self.schedule.is_synchronous:
@@ -70,6 +76,9 @@ class PipelineConfig:
         if len(self.stage_seconds) not in (0, self.schedule.num_stages):
             expected = f"empty or one entry a stage ({self.schedule.num_stages})"
             raise _config_error("stage_seconds", expected, len(self.stage_seconds))
+        for option in ("link_seconds", "jitter"):
+            if getattr(self, option) < 0:
+                raise _config_error(option, "at least 0", getattr(self, option))
         if self.deadline_seconds <= 0:
             raise _config_error("deadline_seconds", "positive", self.deadline_seconds)
 
@@ -218,6 +227,10 @@ class PipelineTrainer:
                 seconds=(self.config.stage_seconds or (StageSeconds(),) * len(self.stages))[
                     stage.index
                 ],
+                link_seconds=self.config.link_seconds,
+                factors=jitter_factors(
+                    stage.index, jitter=self.config.jitter, seed=self.config.jitter_seed
+                ),
                 drain=drain,
             )
             for stage in self.stages

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ class Links:
     clock: DeviceClock
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """What one operation costs on the simulated device, and its message on the link."""
+
+    seconds: float
+    link: float
+
+    def arrival(self) -> float:
+        """When a message sent now arrives; 0, which is always past, without a link."""
+        return monotonic() + self.link if self.link else 0.0
+
+
 class Worker:
     """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended.
 
@@ -89,6 +102,8 @@ class Worker:
         fixed_order: bool,
         deadline_seconds: float,
         seconds: StageSeconds,
+        link_seconds: float,
+        factors: Iterator[tuple[float, float]],
         drain: bool,
     ) -> None:
         self.index = stage.index
@@ -103,6 +118,8 @@ class Worker:
         self._fixed_order = fixed_order
         self._deadline_seconds = deadline_seconds
         self._seconds = seconds
+        self._link_seconds = link_seconds
+        self._factors = factors
         self._drain = drain
         self._end: int | None = None
 
@@ -172,20 +189,23 @@ class Worker:
 
     def _execute(self, op: Op, message: Message | None) -> None:
         start = self._links.clock.now()
+        own, link = next(self._factors)
+        device = _Device(seconds=self._seconds.of(op.kind) * own, link=self._link_seconds * link)
         if op.kind is OpKind.FORWARD and message is not None:
-            self._forward(op, message, start)
+            self._forward(op, message, start, device)
         elif op.kind is OpKind.BACKWARD:
-            self._backward(op, message, start)
+            self._backward(op, message, start, device)
         else:
             self._update()
-            self._finish(op, start)
+            self._finish(op, start, device)
         self.progress = self.progress.after(op)
 
-    def _forward(self, op: Op, message: Message, start: float) -> None:
+    def _forward(self, op: Op, message: Message, start: float, device: _Device) -> None:
         output = self._stage.forward(op.micro_batch, message)
-        self._finish(op, start)
+        self._finish(op, start, device)
         if self._links.following is not None:
-            self._links.following.put(OpKind.FORWARD, op.micro_batch, output)
+            sent = replace(output, arrives=device.arrival())
+            self._links.following.put(OpKind.FORWARD, op.micro_batch, sent)
         else:
             self.losses.append(
                 MicroBatchLoss(
@@ -195,11 +215,12 @@ class Worker:
                 )
             )
 
-    def _backward(self, op: Op, message: Message | None, start: float) -> None:
+    def _backward(self, op: Op, message: Message | None, start: float, device: _Device) -> None:
         gradient = self._stage.backward(op.micro_batch, None if message is None else message.tensor)
-        self._finish(op, start)
+        self._finish(op, start, device)
         if self._links.previous is not None and gradient is not None:
-            self._links.previous.put(OpKind.BACKWARD, op.micro_batch, Message(tensor=gradient))
+            sent = Message(tensor=gradient, arrives=device.arrival())
+            self._links.previous.put(OpKind.BACKWARD, op.micro_batch, sent)
 
     def _update(self) -> None:
         own = total = self._stage.accumulated.squared_norm()
@@ -220,7 +241,7 @@ class Worker:
         scale = clip_scale(total, clip_norm=self._clip_norm)
         self.updates.append(self._stage.update(scale=scale, gradient_norm=own**0.5))
 
-    def _finish(self, op: Op, start: float) -> None:
+    def _finish(self, op: Op, start: float, device: _Device) -> None:
         """End the operation when its simulated device would."""
-        self._links.clock.wait_until(start + self._seconds.of(op.kind))
+        self._links.clock.wait_until(start + device.seconds)
         self.spans.append(Span(op=op, start=start, end=self._links.clock.now()))
