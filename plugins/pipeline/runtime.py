@@ -92,7 +92,10 @@ class TrainResult:
     spans: tuple[tuple[Span, ...], ...]
 
     def gradient_norms(self) -> list[float]:
-        """Norm of the whole model's mean gradient at each update, before clipping."""
+        """Norm of the whole model's mean gradient at each update, before clipping.
+
+        Of a call that started and ended drained: else stages have made different updates.
+        """
         per_update = zip(*self.updates, strict=True)
         return [sum(r.gradient_norm**2 for r in records) ** 0.5 for records in per_update]
 
