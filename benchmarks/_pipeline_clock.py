@@ -43,7 +43,7 @@ class Device:
             StageSeconds(
                 forward=layers * factor,
                 backward=2 * layers * factor,
-                update=0.2 * self.layer_seconds * factor,
+                update=0.2 * self.layer_seconds,
             )
             for factor in self.slowdown
         )
@@ -106,7 +106,7 @@ def timed_run(
             num_micro_batches=num_micro_batches,
             forward_seconds=tuple(s.forward for s in seconds),
             backward_seconds=tuple(s.backward for s in seconds),
-            update_seconds=max(s.update for s in seconds),
+            update_seconds=seconds[0].update,
             link_seconds=link,
             jitter=device.jitter,
         )
