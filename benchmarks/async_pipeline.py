@@ -1,6 +1,6 @@
 """One small GPT trained by synchronous and asynchronous pipelines: loss at equal cost.
 
-    python -m benchmarks.async_pipeline --json [--quick]
+    python -m benchmarks.async_pipeline --json [--quick] [--part losses|clocks]
 
 Every method sees the same fresh text and picks its learning rate from the same grid, at the
 largest number of stages and on a seed that is not reported. GPipe and 1F1B compute the same bits,
@@ -10,6 +10,9 @@ themselves, each seen once, averaged over a tenth of the run up to
 - equal tokens: the end of the run;
 - equal updates: as many updates as the synchronous methods make in it;
 - equal time: the moment the asynchronous pipeline has finished, in simulated device time.
+
+The part `clocks` measures wall-clock to a target loss with calibrated waits, see
+`_pipeline_clock`; `--part` runs one alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._pipeline_clock import BASELINE, OURS, compare_clocks
 from benchmarks._pipeline_methods import METHODS, SYNC_MICRO_BATCHES, Method, Place
 from benchmarks._pipeline_model import ModelSize, make_stages, micro_batches, token_loss
 from benchmarks._report import write_result
@@ -32,6 +36,8 @@ from deltaloom.plugins.pipeline.schedule import OpKind
 from deltaloom.plugins.pipeline.simulator import Simulation, SimulationConfig, simulate
 
 TUNING_SEED = 1000
+CLOCK_RATES = {BASELINE: 3e-3, OURS: 3e-3}
+"""Learning rates that the part `losses` finds best, so that `clocks` can run alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +49,13 @@ class Settings:
     num_stages: tuple[int, ...] = (4, 8)
     seeds: tuple[int, ...] = (1, 2, 3)
     learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
     link_seconds: float = 0.1
     update_seconds: float = 0.2
+    clock_micro_batches: int = 160
+    """Micro-batches of the runs that wait for their device."""
+    layer_seconds: float = 0.008
+    """What they wait for one layer's forward."""
 
 
 FULL = Settings(size=ModelSize(width=32, sequence_length=32))
@@ -55,6 +65,8 @@ QUICK = Settings(
     num_stages=(4,),
     seeds=(1,),
     learning_rates=(3e-3,),
+    clock_micro_batches=12,
+    layer_seconds=0.002,
 )
 
 
@@ -212,17 +224,39 @@ def run(settings: Settings) -> dict[str, Any]:
     return {"settings": asdict(settings), "tuning_seed": TUNING_SEED, "rows": rows}
 
 
+def run_clocks(settings: Settings) -> dict[str, Any]:
+    """Wall-clock to a target loss at the first number of stages, on the first seed."""
+    rates = CLOCK_RATES if len(settings.learning_rates) > 1 else {}
+    rows = compare_clocks(
+        size=settings.size,
+        num_micro_batches=settings.clock_micro_batches,
+        lr={name: rates.get(name, settings.learning_rates[0]) for name in (BASELINE, OURS)},
+        seed=settings.seeds[0],
+        layer_seconds=settings.layer_seconds,
+        num_stages=settings.num_stages[0],
+    )
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return {"settings": asdict(settings), "rows": rows}
+
+
 def main() -> None:
     """Run, keep the result and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--part", choices=("losses", "clocks"), help="only one of the two")
     parser.add_argument("--quick", action="store_true", help="tiny model, one seed, no tuning")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    payload = run(QUICK if options.quick else FULL)
-    write_result("async_pipeline_quick" if options.quick else "async_pipeline", payload)
+    settings, suffix = (QUICK, "_quick") if options.quick else (FULL, "")
+    parts = {"losses": (run, "async_pipeline"), "clocks": (run_clocks, "async_pipeline_clocks")}
+    payloads = {}
+    for part, (measure, name) in parts.items():
+        if options.part in (None, part):
+            payloads[part] = measure(settings)
+            write_result(f"{name}{suffix}", payloads[part])
     if options.json:
-        print(json.dumps(payload, indent=1))
+        print(json.dumps(payloads, indent=1))
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:

@@ -11,12 +11,12 @@ class Admission:
     """Decides about one group at a time; called on the trainer thread, in ledger order."""
 
     def __init__(self, pipeline: ResolvedPipeline, plugins: Plugins) -> None:
-        (rollout,) = pipeline.by_role("rollout")
+        (rollout,) = pipeline.by_role("rollout") or (None,)
         self._hook = plugins.hook
         self._max_staleness = pipeline.options.max_staleness
         self._admits_stale = pipeline.options.staleness_policy == "admit"
         self._verifier = None
-        if rollout.options.verifier:
+        if rollout is not None and rollout.options.verifier:
             component = plugins.component("verifier", rollout.options.verifier)
             self._verifier = component(component.Config())
 

@@ -15,7 +15,7 @@ from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
 from .task_state import TaskId
-from .training import StepOutcome, ledger_table
+from .training import StepOutcome, ledger_table, trainer_attributes
 
 if TYPE_CHECKING:
     from ..storage.publisher import Publisher
@@ -66,6 +66,7 @@ class Committer:
                     "metrics": dict(outcome.metrics),
                     "accounting": accounting.to_json(),
                     "config_digest": self._config_digest,
+                    **outcome.attributes,
                     **self._first,
                 },
             )
@@ -98,6 +99,7 @@ def commit_initial(
             "config": dict(pipeline.config),
             "pipeline_source": pipeline_source,
             "environment": environment(pipeline),
+            **trainer_attributes(trainer),
         },
     )
 

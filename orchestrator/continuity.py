@@ -172,11 +172,11 @@ def check_same_data(
 
 
 def _direct_source(pipeline: ResolvedPipeline) -> ResolvedNode | None:
-    """The source that feeds the rollouts, if nothing stands between them."""
-    rollouts = pipeline.by_role("rollout")
-    if not rollouts:
+    """The source that feeds rollouts, or training without them, if nothing stands between."""
+    readers = pipeline.by_role("rollout") or pipeline.by_role("train")
+    if not readers:
         return None
-    producers = [pipeline.nodes[name] for name in pipeline.graph.producers(rollouts[0].name)]
+    producers = [pipeline.nodes[name] for name in pipeline.graph.producers(readers[0].name)]
     sources = [node for node in producers if node.spec.role == "source"]
     return sources[0] if len(sources) == 1 else None
 

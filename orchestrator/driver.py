@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from .accounting import Accounting, Ledger, LedgerRow, since
 from .background import BackgroundThread, Completion
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError
+from .examples import example_rows, learns_from_prompts
 from .executor import (
     Executor,
     ExecutorEvent,
@@ -179,6 +180,7 @@ class Driver:
         self._trainer = BackgroundThread("trainer", notify=executor.wake)
         self._committer = BackgroundThread("committer", notify=executor.wake)
         self._started = self._progressed = time.monotonic()
+        self._from_prompts = learns_from_prompts(pipeline)
 
     def run(self) -> None:
         """Execute instructions until the last step is committed.
@@ -252,10 +254,21 @@ class Driver:
             self._keep(result)
             self._results[result.task] = result.output
             self._num_items[result.task] = result.num_items
-            if result.task.node in self._state.template.outputs:
+            if self._from_prompts:
+                self._dispatch_examples(result)
+            elif result.task.node in self._state.template.outputs:
                 rows = self._ledger.open_rows(task=str(self._rollout_of(result.task)))
                 self._ledger.buffer(row.group_id for row in rows)
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
+
+    def _dispatch_examples(self, result: TaskResult) -> None:
+        """Given completions need no rollout: they are ready as soon as they are known."""
+        if result.task.node in self._state.template.outputs:
+            prompts = unpack_prompts(result.output)
+            seed = self._pipeline.options.seed
+            rows = example_rows(prompts, task=result.task, seed=seed)
+            self._ledger.dispatch(rows)
+            self._ledger.buffer(row.group_id for row in rows)
 
     def _keep(self, result: TaskResult) -> None:
         if self._spool is not None and result.worker != SPOOL_WORKER:

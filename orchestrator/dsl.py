@@ -77,6 +77,8 @@ class NodeSpec:
     output_kind: Port
     options_type: type[Any]
     functions: tuple[Callable[..., Any], ...] = ()
+    other_kinds: tuple[Port, ...] = ()
+    """Kinds of input accepted in place of `input_kinds`."""
     components: Mapping[str, ComponentChoice] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -208,12 +210,17 @@ def train(
     name: str = "train",
     **options: Any,
 ) -> NodeSpec:
-    """One optimizer step on the groups of a step; makes the next policy version's weights."""
+    """One training step on the groups of a step; makes the next policy version's weights.
+
+    `scored` may also name prompts: then there are no rollouts, and each prompt's `answer` is a
+    completion to learn (`algorithm="sft"`).
+    """
     return NodeSpec(
         name=name,
         role=Role.TRAIN,
         inputs=(scored,),
         input_kinds=(Port.SCORED,),
+        other_kinds=(Port.PROMPTS,),
         output=to,
         output_kind=Port.WEIGHTS,
         options_type=TrainOptions,

@@ -78,6 +78,7 @@ def build_graph(nodes: Sequence[NodeSpec]) -> Graph:
     edges = [edge for node in nodes for edge in _input_edges(node, producers)]
     ordered = _topological(nodes, edges)
     _check_roles(nodes)
+    _check_learns_one_thing(nodes, producers)
     return Graph(nodes=ordered, edges=(*edges, *_policy_edges(nodes)))
 
 
@@ -116,9 +117,10 @@ def _input_edges(node: NodeSpec, producers: Mapping[str, NodeSpec]) -> list[Edge
                 f"{suggest(port, producers)}"
             )
         producer = producers[port]
-        if producer.output_kind != kind:
+        kinds = (kind, *node.other_kinds)
+        if producer.output_kind not in kinds:
             raise _error(
-                f"node {node.name!r} expects {port!r} to be {kind}, "
+                f"node {node.name!r} expects {port!r} to be {' or '.join(kinds)}, "
                 f"but node {producer.name!r} makes {producer.output_kind}."
             )
         edges.append(Edge(producer=producer.name, consumer=node.name, port=port))
@@ -153,6 +155,19 @@ def _check_roles(nodes: Sequence[NodeSpec]) -> None:
     if counts["train"] != counts["publish"]:
         have, lack = ("train", "publish") if counts["train"] else ("publish", "train")
         raise _error(f"the pipeline has a {have} node but no {lack} node; add one.")
+
+
+def _check_learns_one_thing(nodes: Sequence[NodeSpec], producers: Mapping[str, NodeSpec]) -> None:
+    """A train node learns either from rollouts or from the answers of prompts."""
+    for node in nodes:
+        if node.role != "train" or producers[node.inputs[0]].output_kind != "prompts":
+            continue
+        rollouts = [other.name for other in nodes if other.role == "rollout"]
+        if rollouts:
+            raise _error(
+                f"node {node.name!r} learns the answers of {node.inputs[0]!r}, so nothing would "
+                f"be trained on node {rollouts[0]!r}; let it read scored groups, or remove that."
+            )
 
 
 def _policy_edges(nodes: Sequence[NodeSpec]) -> list[Edge]:

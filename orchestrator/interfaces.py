@@ -256,6 +256,15 @@ class Trainer(Component, Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class DescribesPolicy(Protocol):
+    """What a trainer offers whose policies are more than weights and a number."""
+
+    def policy_facts(self) -> Mapping[str, Any]:
+        """JSON facts on what `policy` returns now: the attribute `trainer` of that version."""
+        ...
+
+
 class Scorer(Component, Protocol):
     """Scores a group. Runs in a worker; what it raises becomes `invalid`, never reward 0."""
 

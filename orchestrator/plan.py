@@ -9,6 +9,7 @@ from typing import Any
 
 from .dsl import NodeSpec
 from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
+from .examples import learns_from_prompts
 from .graph import Graph
 from .interfaces import FusionPlan
 from .plugin_manager import Plugins
@@ -290,7 +291,10 @@ def _notes(
 ) -> tuple[str, ...]:
     options = pipeline.options
     notes = []
-    if template.trains:
+    if template.trains and learns_from_prompts(pipeline):
+        notes.append(f"{options.steps} steps make policy versions 1 to {options.steps}")
+        notes.append("no rollouts: the answers of prompts are learnt")
+    elif template.trains:
         notes.append(f"{options.steps} steps make policy versions 1 to {options.steps}")
         notes.append(
             nondeterminism(pipeline)

@@ -80,13 +80,13 @@ Report = Callable[[ReplayedVersion], None]
 def build_trainer(pipeline: ResolvedPipeline) -> tuple[Trainer, Algorithm]:
     """The trainer of a pipeline, not yet at any version, and its algorithm."""
     (train,) = pipeline.by_role("train")
-    (rollout,) = pipeline.by_role("rollout")
+    (rollout,) = pipeline.by_role("rollout") or (None,)
     algorithm: Algorithm = train.components["algorithm"].create()
     trainer: Trainer = train.components["trainer"].create(
         model=pipeline.model.create(),
         algorithm=algorithm,
         optimizer=train.components["optimizer"].create(),
-        sampling=sampling_params(rollout),
+        sampling=sampling_params(rollout) if rollout is not None else None,
         num_threads=pipeline.options.trainer_threads,
     )
     return trainer, algorithm

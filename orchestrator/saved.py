@@ -13,6 +13,8 @@ from .training import ledger_table
 
 VERSION_ATTRIBUTES = ("accounting", "config_digest", "cursor", "metrics", "step")
 """Attributes of every version."""
+TRAINER_ATTRIBUTES = ("trainer",)
+"""Further ones of every version, with trainers that describe their policies."""
 FIRST_ATTRIBUTES = ("config", "environment", "pipeline_source")
 """Further ones of version 0 and of the first version of a branch."""
 FORK_ATTRIBUTES = ("forked_from",)
@@ -80,6 +82,12 @@ def _in_the_store() -> Sequence[SavedItem]:
             where="the commit",
             when="every version",
             use="resume, status",
+        ),
+        SavedItem(
+            what=f"attributes: {_names(TRAINER_ATTRIBUTES)}",
+            where="the commit",
+            when="every version, from trainers that describe their policies",
+            use="reading them: versions and delays of pipeline stages",
         ),
         SavedItem(
             what=f"attributes: {_names((*FIRST_ATTRIBUTES, *FORK_ATTRIBUTES))}",

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver, Observer, TrainingRole
 from .errors import RunErrorCode, RunInterruptedError
+from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
 from .pipeline_file import load_pipeline
@@ -35,7 +36,6 @@ from .slices import SliceProgress, SliceWriter, read_progress
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
-from .types import ScoredGroup
 from .worker_board import WorkerBoard
 from .worker_weights import codec_lookup
 
@@ -346,6 +346,8 @@ class Session:
             outputs = self._prepared.plan.template.outputs
             return SliceWriter(self._run_dir.outputs, outputs, progress=start.sliced)
         (publish,) = self._pipeline.by_role("publish")
+        from_prompts = learns_from_prompts(self._pipeline)
+        tokenizer = self._pipeline.model.create().tokenizer() if from_prompts else None
         admit = Admission(self._pipeline, self._plugins)
         last, every = self._pipeline.options.steps, publish.options.state_every
         fresh = start.head + 1 if start.first_attributes else -1
@@ -353,11 +355,13 @@ class Session:
         def train(
             *,
             step: int,
-            groups: Sequence[ScoredGroup],
+            groups: Sequence[Any],
             open_rows: Mapping[str, LedgerRow],
             lost: Mapping[str, str],
         ) -> StepOutcome:
-            return train_step(
+            if tokenizer is not None:
+                groups = example_groups(groups, step=step, tokenizer=tokenizer)
+            outcome = train_step(
                 trainer,
                 algorithm,
                 step=step,
@@ -367,6 +371,9 @@ class Session:
                 admit=admit,
                 with_state=step % every == 0 or step in (last, fresh),
             )
+            if tokenizer is None:
+                return outcome
+            return replace(outcome, metrics=without_policy_metrics(outcome.metrics))
 
         return train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..storage.bits import tensor_digest
 from .accounting import LedgerRow
 from .batching import build_batch
 from .errors import PluginError, RunErrorCode, boundary
-from .interfaces import Algorithm, GroupAdvantages, Trainer
+from .interfaces import Algorithm, DescribesPolicy, GroupAdvantages, Trainer
 from .types import ScoredGroup, TrainBatch, TrainerState
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class StepOutcome(StepResult):
     batch: TrainBatch
     policy: PolicyTensors
     state: TrainerState | None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_step(
@@ -68,6 +69,7 @@ def train_step(
         metrics = trainer.train_step(batch)
         policy = trainer.policy()
         state = trainer.state() if with_state else None
+        attributes = trainer_attributes(trainer)
     by_id = {item.group.id: item for item in groups}
     decided = {
         item.group.id: advantage for item, advantage in zip(admitted, advantages, strict=True)
@@ -87,12 +89,18 @@ def train_step(
         rows=rows,
         policy=policy,
         state=state,
+        attributes=attributes,
         metrics={
             **group_metrics(groups, step=step),
             **trained_metrics(batch, groups, step=step),
             **metrics,
         },
     )
+
+
+def trainer_attributes(trainer: Trainer) -> Mapping[str, Any]:
+    """What a trainer says of its policy, as attributes of the commit; empty if it says nothing."""
+    return {"trainer": trainer.policy_facts()} if isinstance(trainer, DescribesPolicy) else {}
 
 
 def close_row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks._pipeline_clock import compare_clocks, first_below
 from benchmarks._pipeline_methods import METHODS, Place
 from benchmarks._pipeline_model import ModelSize, Text, make_stages, micro_batches, token_loss
 from benchmarks.async_pipeline import Settings, Training, compare, device_run, losses_at
@@ -80,3 +81,31 @@ def test_stages_of_one_method_differ_only_without_a_stash() -> None:
 
     assert rates("ours") == [0.1] * 4
     assert rates("ours-no-stash") == pytest.approx([0.0625, 0.075, 0.0875, 0.1])
+
+
+def test_first_loss_below_a_target() -> None:
+    losses = [5.0, 3.0, 1.0, 1.0]
+
+    assert first_below(losses, 2.0, window=2) == 2
+    assert first_below(losses, 0.5, window=2) is None
+
+
+def test_clocks_are_reported_for_every_device() -> None:
+    rows = compare_clocks(
+        size=ModelSize(num_layers=2, width=8, num_heads=2, sequence_length=8, batch_size=2),
+        num_micro_batches=8,
+        lr={"1f1b": 1e-2, "ours": 1e-2},
+        seed=0,
+        layer_seconds=0.001,
+        num_stages=2,
+    )
+
+    assert [row["device"] for row in rows] == [
+        "equal stages",
+        "one stage 2x slower",
+        "jittery link",
+    ]
+    for row in rows:
+        assert 0.5 < row["same_tokens_simulated"] < 1.0
+        assert all(error > 0 for error in row["simulator_error"].values())
+        assert row["micro_batches_to_target"]["1f1b"] is not None

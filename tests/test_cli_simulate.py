@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree.ElementTree import fromstring
 
 import pytest
 
@@ -84,6 +85,8 @@ def test_pipeline_report_for_people_has_a_row_for_every_schedule_and_stage() -> 
     overview, stages = report.tables
     assert [row[0] for row in overview.rows] == ["gpipe", "1f1b", "async-1f1b"]
     assert len(stages.rows) == 6
+    assert report.svg.count('class="forward"') == 3 * 2 * 64
+    fromstring(report.svg)
     assert all(len(row) == len(stages.columns) for row in stages.rows)
 
 
@@ -118,6 +121,9 @@ def test_a_simulator_of_a_plugin_file_gets_options_help_and_a_picture(tmp_path: 
     assert done.status == 0, done.err
     assert done.out.split() == ["7", "total", "7", "added"]
     assert picture.read_text(encoding="utf-8") == "<svg/>"
+    (tmp_path / "adder.py").write_text(PLUGIN.replace(', svg="<svg/>"', ""), encoding="utf-8")
+    blank = deltaloom(*base, "adder", "--label", "x", "--output", picture)
+    assert (blank.status, "drew no picture" in blank.err) == (2, True)
     missing = deltaloom(*base, "adder")
     assert missing.status == 2
     assert "simulate.adder.label: required, but not given." in missing.err
@@ -129,7 +135,6 @@ def test_a_simulator_of_a_plugin_file_gets_options_help_and_a_picture(tmp_path: 
         (("pipline",), "No such command 'pipline'"),
         (("pipeline", "--num-stges", "3"), "No such option: --num-stges"),
         (("pipeline", "--num-stages", "x"), "simulate.pipeline.num_stages: must be int"),
-        (("pipeline", "--output", "x.svg"), "drew no picture"),
     ],
 )
 def test_requests_that_cannot_be_carried_out(words: tuple[str, ...], message: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deltaloom.orchestrator.errors import (
     ConfigError,
@@ -22,9 +24,14 @@ from deltaloom.plugins.optimizers.nesterov_delay import NesterovDelay, NesterovD
 from deltaloom.plugins.optimizers.pipemare import PipeMare, PipeMareConfig
 from deltaloom.plugins.pipeline.clock import StageSeconds
 from deltaloom.plugins.pipeline.delays import micro_batch_delay
-from deltaloom.plugins.pipeline.runtime import BuildOptimizer, PipelineConfig, PipelineTrainer
+from deltaloom.plugins.pipeline.runtime import (
+    BuildOptimizer,
+    PipelineConfig,
+    PipelineTrainer,
+    TrainResult,
+)
 from deltaloom.plugins.pipeline.schedule import OpKind, Schedule, ScheduleName, pipeline_ops
-from deltaloom.plugins.pipeline.simulator import SimulationConfig, simulate
+from deltaloom.plugins.pipeline.simulator import Simulation, SimulationConfig, simulate
 from deltaloom.plugins.pipeline.worker import MicroBatch
 
 
@@ -287,29 +294,60 @@ def test_simulated_device_time_is_waited_for() -> None:
         assert all(span.end - span.start >= least[span.op.kind] for span in spans)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "async-1f1b"])
-def test_runtime_is_never_faster_than_the_simulated_pipeline(name: ScheduleName) -> None:
-    schedule = Schedule(name=name, num_stages=3, micro_batches_per_update=2)
-    times = {"forward": (0.004, 0.002, 0.004), "backward": (0.004, 0.008, 0.002)}
+def timed_run(
+    name: ScheduleName, *, unit: float, num_micro_batches: int, **link: Any
+) -> tuple[TrainResult, Simulation]:
+    """The same pipeline in threads that wait for their device, and in the simulator."""
+    forward = tuple(unit * f for f in (1.0, 0.5, 1.0))
+    backward = tuple(unit * b for b in (1.0, 2.0, 0.5))
     simulated = simulate(
         SimulationConfig(
-            schedule=schedule,
-            num_micro_batches=6,
-            forward_seconds=times["forward"],
-            backward_seconds=times["backward"],
-            update_seconds=0.001,
+            schedule=Schedule(name=name, num_stages=3, micro_batches_per_update=2),
+            num_micro_batches=num_micro_batches,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            update_seconds=unit / 4,
+            link_seconds=link.get("link_seconds", 0.0),
+            jitter=link.get("jitter", 0.0),
+            seed=link.get("jitter_seed", 0),
         )
     )
     seconds = tuple(
-        StageSeconds(forward=f, backward=b, update=0.001)
-        for f, b in zip(times["forward"], times["backward"], strict=True)
+        StageSeconds(forward=f, backward=b, update=unit / 4)
+        for f, b in zip(forward, backward, strict=True)
     )
-    trainer = make_trainer(name, num_stages=3, per_update=2, stage_seconds=seconds)
-    result = trainer.train(make_batches(6))
+    trainer = make_trainer(name, num_stages=3, per_update=2, stage_seconds=seconds, **link)
+    return trainer.train(make_batches(num_micro_batches)), simulated
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "async-1f1b"])
+@pytest.mark.parametrize(
+    "link", [{}, {"link_seconds": 0.002}, {"link_seconds": 0.002, "jitter": 0.5, "jitter_seed": 3}]
+)
+def test_runtime_is_never_faster_than_the_simulated_pipeline(
+    name: ScheduleName, link: dict[str, Any]
+) -> None:
+    result, simulated = timed_run(name, unit=0.004, num_micro_batches=6, **link)
 
     for ours, theirs in zip(result.spans, simulated.stages, strict=True):
         assert [span.op for span in ours] == [span.op for span in theirs.spans]
         assert all(a.end >= b.end for a, b in zip(ours, theirs.spans, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "async-1f1b"])
+@pytest.mark.parametrize("link", [{}, {"link_seconds": 0.05, "jitter": 0.4, "jitter_seed": 3}])
+def test_simulated_time_agrees_with_a_measured_run(
+    name: ScheduleName, link: dict[str, Any]
+) -> None:
+    """A busy host only adds time, so the fastest of a few runs is the one to compare."""
+    ratios = []
+    for _ in range(3):
+        result, simulated = timed_run(name, unit=0.06, num_micro_batches=12, **link)
+        measured = max(spans[-1].end for spans in result.spans)
+        ratios.append(measured / simulated.makespan_seconds)
+
+    assert 1.0 <= min(ratios) < 1.1
 
 
 @pytest.mark.parametrize("build", [sgd, nesterov, pipemare])
@@ -465,12 +503,73 @@ def test_state_of_another_pipeline_is_refused() -> None:
 
     with pytest.raises(RunError, match="1 updates after 3 micro-batches"):
         make_trainer(per_update=3 - 2).load(saved)
-    with pytest.raises(RunError, match="more than 2 stages"):
+    with pytest.raises(RunError, match="it has 4 stages, expected 2"):
         make_trainer(num_stages=2, per_update=2).load(saved)
-    with pytest.raises(RunError, match=r"no 'module/0\.weight' for stage 4"):
+    with pytest.raises(RunError, match="it has 4 stages, expected 5"):
         make_trainer(num_stages=5, per_update=2).load(saved)
     with pytest.raises(RunError, match="has no 'progress'"):
         trainer.load({})
+    with pytest.raises(RunError, match="has no 'values' of stage 1"):
+        trainer.load({k: v for k, v in saved.items() if k != "stage1/values"})
+    with pytest.raises(RunError, match=r"missing \['master/0\.weight'\]"):
+        trainer.load({k: v for k, v in saved.items() if k != "stage1/master/0.weight"})
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_stages=st.integers(1, 5),
+    per_update=st.integers(1, 3),
+    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    reload=st.booleans(),
+)
+def test_pauses_change_nothing(
+    num_stages: int, per_update: int, cuts: list[int], reload: bool
+) -> None:
+    batches = make_batches(sum(cuts))
+    straight = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+    paused = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+    losses = straight.train(batches).losses
+    seen: list[Any] = []
+    for size in cuts:
+        result = paused.train(batches[len(seen) : len(seen) + size], drain=False)
+        seen += result.losses
+        done = len(seen)
+        ahead = [num_stages - 1 - stage for stage in range(num_stages)]
+        assert paused.versions == tuple(max(0, done - a) // per_update for a in ahead)
+        if reload:
+            state = paused.state()
+            paused = make_trainer(num_stages=num_stages, per_update=per_update, build=nesterov)
+            paused.load(state)
+    paused.train([])
+
+    assert tuple(seen) == losses
+    assert paused.num_in_flight == 0
+    assert equal(weights(straight), weights(paused))
+
+
+def test_paused_pipeline_without_a_stash_cannot_be_saved() -> None:
+    trainer = make_trainer(stash=False)
+    trainer.train(make_batches(6), drain=False)
+
+    with pytest.raises(RunError, match="stage 0 has 3 micro-batches in flight and nothing"):
+        trainer.state()
+    trainer.train([])
+    assert "stage0/version" in trainer.state()
+
+
+def test_gradient_that_is_not_finite_stops_before_the_update() -> None:
+    trainer = make_trainer(num_stages=2)
+    trainer.train(make_batches(2))
+    before = weights(trainer)
+    bad = MicroBatch(
+        inputs=torch.full((3, 4), torch.nan, dtype=torch.float64),
+        targets=torch.zeros(3, 4, dtype=torch.float64),
+        weight=3.0,
+    )
+
+    with pytest.raises(RunError, match=r"gradient norm of stage \d at its update 3 is nan"):
+        trainer.train([bad])
+    assert equal(before, weights(trainer))
 
 
 def test_impossible_options_are_refused() -> None:

@@ -293,6 +293,8 @@ def _print_version(shown: dict[str, Any], *, json: bool) -> None:
     more = ("anchor_version", "state_version", "state_digest", "weight_bytes", "dense_bytes")
     print_pairs([(name, shown[name]) for name in (*plain, *more)])
     print_pairs(sorted(shown["attributes"].get("metrics", {}).items()) or [("metrics", "none")])
+    if facts := shown["attributes"].get("trainer"):
+        print_pairs([(f"trainer.{name}", value) for name, value in facts.items()])
     if shown["ledger"]:
         columns = ("group_id", "prompt_id", "outcome", "trained", "reward_mean", "oldest_version")
         print_table(columns, [[row[name] for name in columns] for row in shown["ledger"]])

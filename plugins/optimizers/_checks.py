@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from ...orchestrator.errors import ConfigError, RunErrorCode
-
-
-def require(condition: bool, *, option: str, expected: str, got: object) -> None:
-    """Raise `ConfigError` saying what `option` must be unless `condition` holds."""
-    if not condition:
-        raise ConfigError(
-            f"{option} must be {expected}, got {got!r}.", code=RunErrorCode.WRONG_TYPE
-        )
+from .._options import require
 
 
 def require_rates(optimizer: str, *, lr: float, weight_decay: float) -> None:
@@ -29,3 +21,12 @@ def require_betas(optimizer: str, betas: tuple[float, float]) -> None:
         expected="two numbers in [0, 1)",
         got=betas,
     )
+
+
+def require_delayed_adam(
+    optimizer: str, *, lr: float, weight_decay: float, betas: tuple[float, float], delay: float
+) -> None:
+    """The options of an Adam that corrects for a delay."""
+    require_rates(optimizer, lr=lr, weight_decay=weight_decay)
+    require_betas(optimizer, betas)
+    require(delay >= 0, option=f"{optimizer}.delay", expected=">= 0", got=delay)

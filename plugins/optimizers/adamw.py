@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_betas, require_rates
+from .._options import require
+from ._checks import require_betas, require_rates
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_rates
+from .._options import require
+from ._checks import require_rates
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ class DelayedSGDConfig:
 class DelayedSGD:
     """SGD that takes delayed gradients as they are."""
 
-    name = _NAME
-    Config = DelayedSGDConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = DelayedSGDConfig
 
     def __init__(self, config: DelayedSGDConfig) -> None:
         self.config = config

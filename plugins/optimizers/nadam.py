@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_betas, require_rates
+from .._options import require
+from ._checks import require_betas, require_rates
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +46,8 @@ class NAdamConfig:
 class NAdam:
     """`torch.optim.NAdam`; the stored weights already are its look-ahead point."""
 
-    name = _NAME
-    Config = NAdamConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = NAdamConfig
 
     def __init__(self, config: NAdamConfig) -> None:
         self.config = config

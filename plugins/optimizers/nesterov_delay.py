@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_rates
+from .._options import require
+from ._checks import require_rates
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +65,8 @@ class NesterovDelay:
     is, and nothing may be extrapolated a second time.
     """
 
-    name = _NAME
-    Config = NesterovDelayConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = NesterovDelayConfig
 
     def __init__(self, config: NesterovDelayConfig) -> None:
         self.config = config

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_betas, require_rates
+from .._options import require
+from ._checks import require_delayed_adam
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +34,13 @@ class PipeMareConfig:
     """T: updates after which the learning rate is no longer reduced."""
 
     def __post_init__(self) -> None:
-        require_rates(_NAME, lr=self.lr, weight_decay=self.weight_decay)
-        require_betas(_NAME, self.betas)
-        require(self.delay >= 0, option=f"{_NAME}.delay", expected=">= 0", got=self.delay)
+        require_delayed_adam(
+            _NAME,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            delay=self.delay,
+        )
         require(
             self.correction_steps > 0,
             option=f"{_NAME}.correction_steps",
@@ -47,8 +52,8 @@ class PipeMareConfig:
 class PipeMare:
     """AdamW at lr * tau^-(1 - min(t / T, 1)): PipeMare's learning-rate rule (T1)."""
 
-    name = _NAME
-    Config = PipeMareConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = PipeMareConfig
 
     def __init__(self, config: PipeMareConfig) -> None:
         self.config = config

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ._checks import require, require_betas, require_rates
+from ._checks import require_delayed_adam
 
 if TYPE_CHECKING:
     import torch
@@ -31,16 +31,20 @@ class XPipeConfig:
     """Version gap s to predict over, in updates, until one is measured."""
 
     def __post_init__(self) -> None:
-        require_rates(_NAME, lr=self.lr, weight_decay=self.weight_decay)
-        require_betas(_NAME, self.betas)
-        require(self.delay >= 0, option=f"{_NAME}.delay", expected=">= 0", got=self.delay)
+        require_delayed_adam(
+            _NAME,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            delay=self.delay,
+        )
 
 
 class XPipe:
     """AdamW on w; the stored weights are w - s lr m_hat / (sqrt(v_hat) + eps)."""
 
-    name = _NAME
-    Config = XPipeConfig
+    name: ClassVar[str] = _NAME
+    Config: ClassVar[type[Any]] = XPipeConfig
 
     def __init__(self, config: XPipeConfig) -> None:
         self.config = config

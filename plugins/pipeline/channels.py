@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 class Message:
     """What a stage needs for one operation: a tensor and, on the way forward, what belongs to it.
 
-    `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens.
+    `weight` is what the micro-batch counts for in the mean, such as its number of valid tokens;
+    `at` is what the last stage is called with beside its input, None for nothing. It `arrives` at
+    that time of a monotonic clock on a simulated link, 0 for at once.
     """
 
     tensor: torch.Tensor
     targets: Any = None
     weight: float = 1.0
+    at: torch.Tensor | None = None
+    arrives: float = 0.0
 
 
 class Halt:
@@ -66,11 +70,14 @@ class Halt:
 class Inbox:
     """What has arrived at one stage: activations for forwards and gradients for backwards."""
 
-    def __init__(self, *, stage: int, halt: Halt) -> None:
+    def __init__(
+        self, *, stage: int, halt: Halt, waiting: Mapping[tuple[OpKind, int], Message] | None = None
+    ) -> None:
+        """`waiting` are messages that arrived before a pause."""
         self._stage = stage
         self._halt = halt
         self._ready = threading.Condition()
-        self._messages: dict[tuple[OpKind, int], Message] = {}
+        self._messages = dict(waiting or {})
         self._total: int | None = None
         halt.watch(self._ready)
 
@@ -78,6 +85,12 @@ class Inbox:
     def total(self) -> int | None:
         """Micro-batches in all, once the source has ended."""
         return self._total
+
+    @property
+    def waiting(self) -> dict[tuple[OpKind, int], Message]:
+        """What has arrived and was not taken."""
+        with self._ready:
+            return dict(self._messages)
 
     def put(self, kind: OpKind, micro_batch: int, message: Message) -> None:
         """Deliver the input of an operation."""
@@ -94,7 +107,7 @@ class Inbox:
     def poll(self, op: Op) -> Message | None:
         """The input of `op` if it has arrived."""
         with self._ready:
-            return self._messages.pop((op.kind, op.micro_batch), None)
+            return self._arrived(op)
 
     def take(
         self, wanted: Sequence[Op], *, known_total: int | None, deadline_seconds: float
@@ -110,7 +123,7 @@ class Inbox:
             while True:
                 self._halt.check()
                 for op in wanted:
-                    message = self._messages.pop((op.kind, op.micro_batch), None)
+                    message = self._arrived(op)
                     if message is not None:
                         return op, message
                 if self._total != known_total:
@@ -118,7 +131,20 @@ class Inbox:
                 remaining = deadline - monotonic()
                 if remaining <= 0:
                     raise self._expired(wanted, deadline_seconds)
-                self._ready.wait(remaining)
+                self._ready.wait(min(remaining, self._until_arrival(wanted)))
+
+    def _arrived(self, op: Op) -> Message | None:
+        key = (op.kind, op.micro_batch)
+        message = self._messages.get(key)
+        if message is None or message.arrives > monotonic():
+            return None
+        return self._messages.pop(key)
+
+    def _until_arrival(self, wanted: Sequence[Op]) -> float:
+        """Seconds until the first of these inputs that is under way arrives."""
+        keys = [(op.kind, op.micro_batch) for op in wanted]
+        under_way = [self._messages[key].arrives for key in keys if key in self._messages]
+        return max(0.0, min(under_way) - monotonic()) if under_way else float("inf")
 
     def _expired(self, wanted: Sequence[Op], deadline_seconds: float) -> DeadlineError:
         inputs = " or ".join(_describe_input(op, self._stage) for op in wanted)

@@ -1,10 +1,13 @@
-"""Simulated devices: an operation takes the time its device would, however fast the host is."""
+"""Simulated devices and links: operations and messages take their time, however fast the host."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
+
+import numpy as np
 
 from .schedule import OpKind
 
@@ -22,6 +25,18 @@ class StageSeconds:
         if kind is OpKind.FORWARD:
             return self.forward
         return self.backward if kind is OpKind.BACKWARD else self.update
+
+
+def jitter_factors(stage: int, *, jitter: float, seed: int) -> Iterator[tuple[float, float]]:
+    """Lognormal factors of mean 1 for each operation of a stage, in order, and its message.
+
+    `jitter` is sigma of the logarithm; 0 gives ones. A function of stage and seed, so that the
+    simulator and a run meet the same delays.
+    """
+    rng = np.random.default_rng([seed, stage])
+    while True:
+        own, link = np.exp(jitter * rng.standard_normal(2) - jitter**2 / 2)
+        yield float(own), float(link)
 
 
 class DeviceClock:

@@ -79,12 +79,14 @@ class PipelineSimulator:
 
     def simulate(self) -> SimulationReport:
         """Every schedule asked for, in the order given."""
+        from .drawing import svg_schedules
         from .simulator import simulate
 
         results = {name: simulate(self._simulation(name)) for name in self._config.schedules}
         return SimulationReport(
             values={"schedules": {name: _values(result) for name, result in results.items()}},
             tables=(_overview(results), _by_stage(results)),
+            svg=svg_schedules(results),
         )
 
     def _simulation(self, name: str) -> SimulationConfig:

@@ -5,7 +5,8 @@
 
 A stage acts when `schedule.candidates` lets it and its input is there. Backpressure is the
 schedule's own: a stage holds at most `max_in_flight` micro-batches and stage 0 draws from the
-source only when it may run a forward. `train` returns with the pipeline drained.
+source only when it may run a forward. `train` returns with the pipeline drained, or paused with
+micro-batches in flight, each stage then at a version of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...orchestrator.errors import ConfigError, RunError, RunErrorCode, RunInterruptedError
-from .channels import Halt, Inbox, NormExchange
-from .clock import DeviceClock, StageSeconds
-from .schedule import Progress, Schedule
+from ...orchestrator.errors import ConfigError, RunErrorCode, RunInterruptedError
+from .channels import Halt, Inbox, Message, NormExchange
+from .clock import DeviceClock, StageSeconds, jitter_factors
+from .schedule import OpKind, Progress, Schedule
 from .simulator import Span
 from .stage import Loss, Stage, UpdateRecord
-from .state import load_stage, stage_arrays, with_prefix, without_prefix
+from .state import (
+    load_progress,
+    load_stage,
+    load_waiting,
+    progress_arrays,
+    stage_arrays,
+    waiting_arrays,
+    with_prefix,
+    without_prefix,
+)
 from .weights import trainable
 from .worker import Links, MicroBatch, MicroBatchLoss, Source, Worker
 
@@ -54,6 +63,12 @@ class PipelineConfig:
     """Longest wait for another stage."""
     stage_seconds: tuple[StageSeconds, ...] = ()
     """Least time of each stage's operations on the simulated device; empty: none."""
+    link_seconds: float = 0.0
+    """Time a message between stages is under way on the simulated link."""
+    jitter: float = 0.0
+    """Sigma of the lognormal factor of mean 1 on these times, as in the simulator."""
+    jitter_seed: int = 0
+    """The jitter's only randomness."""
 
     def __post_init__(self) -> None:
         if self.clip == "global" and self.clip_norm and not self.schedule.is_synchronous:
@@ -61,6 +76,9 @@ class PipelineConfig:
         if len(self.stage_seconds) not in (0, self.schedule.num_stages):
             expected = f"empty or one entry a stage ({self.schedule.num_stages})"
             raise _config_error("stage_seconds", expected, len(self.stage_seconds))
+        for option in ("link_seconds", "jitter"):
+            if getattr(self, option) < 0:
+                raise _config_error(option, "at least 0", getattr(self, option))
         if self.deadline_seconds <= 0:
             raise _config_error("deadline_seconds", "positive", self.deadline_seconds)
 
@@ -74,7 +92,10 @@ class TrainResult:
     spans: tuple[tuple[Span, ...], ...]
 
     def gradient_norms(self) -> list[float]:
-        """Norm of the whole model's mean gradient at each update, before clipping."""
+        """Norm of the whole model's mean gradient at each update, before clipping.
+
+        Of a call that started and ended drained: else stages have made different updates.
+        """
         per_update = zip(*self.updates, strict=True)
         return [sum(r.gradient_norm**2 for r in records) ** 0.5 for records in per_update]
 
@@ -110,14 +131,25 @@ class PipelineTrainer:
             )
             for index, module in enumerate(modules)
         )
-        self._progress = Progress()
+        self._progress = [Progress() for _ in modules]
+        self._waiting: list[dict[tuple[OpKind, int], Message]] = [{} for _ in modules]
         self._drain = threading.Event()
         self._failed: BaseException | None = None
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches trained so far; where the source has to go on after `load`."""
-        return self._progress.num_backward
+        """Micro-batches taken so far; where the source has to go on after `load`."""
+        return self._progress[0].num_forward
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Updates that each stage's weights have had; all equal when the pipeline is drained."""
+        return tuple(stage.version for stage in self.stages)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches whose gradient has not reached every stage."""
+        return self._progress[0].num_forward - self._progress[0].num_backward
 
     def request_drain(self) -> None:
         """Have the running `train` draw no more and return when what is in flight is done.
@@ -126,53 +158,55 @@ class PipelineTrainer:
         """
         self._drain.set()
 
-    def train(self, micro_batches: Iterable[MicroBatch]) -> TrainResult:
+    def train(self, micro_batches: Iterable[MicroBatch], *, drain: bool = True) -> TrainResult:
         """Train on these micro-batches until they end or a drain is requested.
 
-        Micro-batches that do not fill an update stay accumulated for the next call. Raises what
-        a stage raised, `DeadlineError` for a wait that expired; the trainer is unusable then.
+        With `drain` false the pipeline pauses there: every stage stops where it would run the
+        next forward, and the next call goes on as if there had been no pause. Micro-batches that
+        do not fill an update stay accumulated for the next call. Raises what a stage raised,
+        `DeadlineError` for a wait that expired; the trainer is unusable then.
         """
         self._check_usable()
         self._drain.clear()
         halt = Halt()
-        workers = self._make_workers(Source(micro_batches, drain=self._drain), halt)
+        workers = self._make_workers(Source(micro_batches, drain=self._drain), halt, drain=drain)
         try:
             _run_threads(workers, halt)
         finally:
             self._failed = halt.error
         if halt.error is not None:
             raise halt.error
-        self._progress = workers[-1].progress
+        self._progress = [replace(worker.progress, total=None) for worker in workers]
+        self._waiting = [worker.waiting for worker in workers]
         return _result(workers)
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Everything needed to go on exactly, as numpy arrays; the pipeline is drained here."""
+        """Everything needed to go on exactly, as numpy arrays, micro-batches in flight included.
+
+        Raises `RunError` for a paused pipeline without a stash: drain it first.
+        """
         self._check_usable()
-        counters = [self._progress.num_backward, self._progress.num_updates]
-        arrays = {"progress": np.array(counters, dtype=np.int64)}
-        for stage in self.stages:
-            arrays.update(with_prefix(f"stage{stage.index}/", stage_arrays(stage)))
+        arrays = {"progress": progress_arrays(self._progress)}
+        for stage, waiting in zip(self.stages, self._waiting, strict=True):
+            own = {**stage_arrays(stage), **waiting_arrays(waiting)}
+            arrays.update(with_prefix(f"stage{stage.index}/", own))
         return arrays
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Go on from a state saved with the same stages. Raises `RunError` for another one."""
-        per_update = self.config.schedule.micro_batches_per_update
-        if "progress" not in state:
-            raise _mismatch("it has no 'progress'")
-        num_done, num_updates = state["progress"].tolist()
-        if num_done // per_update != num_updates:
-            raise _mismatch(f"it has {num_updates} updates after {num_done} micro-batches")
-        if any(name.startswith(f"stage{len(self.stages)}/") for name in state):
-            raise _mismatch(f"it has more than {len(self.stages)} stages")
-        for stage in self.stages:
-            load_stage(stage, without_prefix(f"stage{stage.index}/", state))
-        self._progress = Progress(
-            num_forward=num_done, num_backward=num_done, num_updates=num_updates
-        )
+        progress = load_progress(state, schedule=self.config.schedule)
+        parts = [without_prefix(f"stage{stage.index}/", state) for stage in self.stages]
+        for stage, arrays in zip(self.stages, parts, strict=True):
+            load_stage(stage, arrays)
+        self._waiting = [load_waiting(arrays) for arrays in parts]
+        self._progress = progress
         self._failed = None
 
-    def _make_workers(self, source: Source, halt: Halt) -> list[Worker]:
-        inboxes = [Inbox(stage=stage.index, halt=halt) for stage in self.stages]
+    def _make_workers(self, source: Source, halt: Halt, *, drain: bool) -> list[Worker]:
+        inboxes = [
+            Inbox(stage=stage.index, halt=halt, waiting=waiting)
+            for stage, waiting in zip(self.stages, self._waiting, strict=True)
+        ]
         exchange = NormExchange(num_stages=len(self.stages), halt=halt)
         clock = DeviceClock(halt.event)
         uses_global = self.config.clip == "global" and self.config.clip_norm is not None
@@ -180,7 +214,7 @@ class PipelineTrainer:
             Worker(
                 stage,
                 schedule=self.config.schedule,
-                progress=replace(self._progress, total=None),
+                progress=self._progress[stage.index],
                 links=Links(
                     inbox=inboxes[stage.index],
                     following=inboxes[stage.index + 1] if not stage.is_last else None,
@@ -196,6 +230,11 @@ class PipelineTrainer:
                 seconds=(self.config.stage_seconds or (StageSeconds(),) * len(self.stages))[
                     stage.index
                 ],
+                link_seconds=self.config.link_seconds,
+                factors=jitter_factors(
+                    stage.index, jitter=self.config.jitter, seed=self.config.jitter_seed
+                ),
+                drain=drain,
             )
             for stage in self.stages
         ]
@@ -243,14 +282,6 @@ def _result(workers: Sequence[Worker]) -> TrainResult:
         losses=tuple(workers[-1].losses),
         updates=tuple(tuple(worker.updates) for worker in workers),
         spans=tuple(tuple(worker.spans) for worker in workers),
-    )
-
-
-def _mismatch(what: str) -> RunError:
-    return RunError(
-        f"this pipeline state does not fit: {what}.",
-        code=RunErrorCode.RUN_MISMATCH,
-        remedy="Load a state saved with the same stages and micro-batches per update.",
     )
 
 

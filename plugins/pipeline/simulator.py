@@ -7,12 +7,13 @@ no time of the stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...orchestrator.errors import ConfigError, RunErrorCode
+from .clock import jitter_factors
 from .schedule import Op, OpKind, Schedule, pipeline_ops
 
 
@@ -117,7 +118,10 @@ class _Execution:
 
     def run(self) -> list[list[Span]]:
         spans: list[list[Span]] = [[] for _ in self.ops]
-        factors = [self._factors(stage) for stage in range(len(self.ops))]
+        factors = [
+            jitter_factors(stage, jitter=self.config.jitter, seed=self.config.seed)
+            for stage in range(len(self.ops))
+        ]
         moved = True
         while moved:
             moved = False
@@ -129,16 +133,6 @@ class _Execution:
                     moved = True
         return spans
 
-    def _factors(self, stage: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Factors [num_ops, 2] of each operation's own time and of the message it sends."""
-        rng = np.random.default_rng([self.config.seed, stage])
-        sigma = self.config.jitter
-        normal = rng.standard_normal((len(self.ops[stage]), 2))
-        factors: np.ndarray[tuple[int, int], np.dtype[np.float64]] = np.exp(
-            sigma * normal - sigma**2 / 2
-        )
-        return factors
-
     def _has_input(self, stage: int, op: Op) -> bool:
         if op.kind is OpKind.FORWARD:
             return stage > 0
@@ -148,22 +142,19 @@ class _Execution:
         return not self._has_input(stage, op) or (stage, op.kind, op.micro_batch) in self.arrivals
 
     def _execute(
-        self,
-        stage: int,
-        spans: list[Span],
-        factors: np.ndarray[tuple[int, int], np.dtype[np.float64]],
+        self, stage: int, spans: list[Span], factors: Iterator[tuple[float, float]]
     ) -> None:
         op = self.ops[stage][len(spans)]
-        own, link = factors[len(spans)]
+        own, link = next(factors)
         start = spans[-1].end if spans else 0.0
         if self._has_input(stage, op):
             start = max(start, self.arrivals.pop((stage, op.kind, op.micro_batch)))
-        end = start + self._seconds(stage, op) * float(own)
+        end = start + self._seconds(stage, op) * own
         spans.append(Span(op=op, start=start, end=end))
         if op.kind is not OpKind.UPDATE:
             receiver = stage + 1 if op.kind is OpKind.FORWARD else stage - 1
             key = (receiver, op.kind, op.micro_batch)
-            self.arrivals[key] = end + self.config.link_seconds * float(link)
+            self.arrivals[key] = end + self.config.link_seconds * link
 
     def _seconds(self, stage: int, op: Op) -> float:
         if op.kind is OpKind.FORWARD:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...orchestrator.errors import RunError, RunErrorCode
 from ..torch_support.delay import DelayAware
 from .channels import Message
 from .schedule import Schedule
-from .weights import LiveWeights, StageWeights, StashedWeights, trainable
+from .weights import Leaves, LiveWeights, StageWeights, StashedWeights, trainable
 
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 """`loss(output, targets)`: a scalar, the *sum* over what a micro-batch's weight counts."""
@@ -28,6 +29,15 @@ class UpdateRecord:
     version: int
     delay: float
     gradient_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A micro-batch between forward and backward: input, version of the weights, weight."""
+
+    source: torch.Tensor
+    version: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,10 @@ class Stage:
         self.index = index
         self.optimizer = optimizer
         self.accumulated = Accumulated()
+        self.built_groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         self.version = 0
         self._schedule = schedule
         self._parameters = trainable(module)
@@ -99,24 +113,76 @@ class Stage:
         """Whether this stage computes the loss."""
         return self.index == self._schedule.num_stages - 1
 
-    def reset(self, *, version: int) -> None:
-        """Forget versions and micro-batches in flight after parameters were loaded."""
+    def restore(
+        self,
+        *,
+        version: int,
+        older: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
+        flights: Mapping[int, Flight] | None = None,
+    ) -> None:
+        """Take up versions and micro-batches in flight after parameters were loaded.
+
+        Their forwards are computed again, with the weights and hence the bits of then.
+        """
         self.version = version
         self._in_flight.clear()
-        self._weights = self._make_weights()
+        if not flights:
+            self._weights = self._make_weights()
+            return
+        weights = StashedWeights(
+            self.module,
+            version=version,
+            max_versions=self._schedule.max_live_versions(self.index),
+            older=older,
+            in_flight={number: flight.version for number, flight in flights.items()},
+        )
+        self._weights = weights
+        for number, flight in flights.items():
+            source = self._leaf(flight.source)
+            output, leaves, used = weights.again(number, (source,))
+            self._in_flight[number] = _InFlight(
+                source=source, output=output, leaves=leaves, version=used, weight=flight.weight
+            )
+
+    def in_flight(self) -> tuple[dict[int, Flight], dict[int, Leaves]]:
+        """Micro-batches between forward and backward, and the older weights they refer to.
+
+        Raises `RunError` without a stash, where the weights of then are gone, and at the last
+        stage, whose forward includes the loss.
+        """
+        if not self._in_flight:
+            return {}, {}
+        if not isinstance(self._weights, StashedWeights) or self.is_last:
+            raise RunError(
+                f"stage {self.index} has {len(self._in_flight)} micro-batches in flight and "
+                "nothing to compute their forwards from again.",
+                code=RunErrorCode.RUN_MISMATCH,
+                remedy="Drain the pipeline before its state is taken.",
+            )
+        flights = {
+            number: Flight(source=flight.source, version=flight.version, weight=flight.weight)
+            for number, flight in self._in_flight.items()
+        }
+        return flights, self._weights.stash.older
 
     def forward(self, micro_batch: int, message: Message) -> Message:
         """Compute the activation for the next stage; the last stage returns the loss sum."""
-        source = message.tensor.detach()
-        if self.index > 0:
-            source.requires_grad_()
-        output, leaves, version = self._weights.forward(micro_batch, source)
+        source = self._leaf(message.tensor)
+        inputs: tuple[torch.Tensor, ...] = (source,)
+        if self.is_last and message.at is not None:
+            inputs = (source, message.at)
+        output, leaves, version = self._weights.forward(micro_batch, inputs)
         if self.is_last:
             output = self._loss(output, message.targets)
         self._in_flight[micro_batch] = _InFlight(
             source=source, output=output, leaves=leaves, version=version, weight=message.weight
         )
-        return Message(tensor=output.detach(), targets=message.targets, weight=message.weight)
+        return Message(
+            tensor=output.detach(),
+            targets=message.targets,
+            weight=message.weight,
+            at=message.at,
+        )
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Accumulate this micro-batch's gradients; returns the gradient of the stage's input.
@@ -155,6 +221,10 @@ class Stage:
         self.version += 1
         self._weights.updated()
         return UpdateRecord(version=self.version, delay=delay, gradient_norm=gradient_norm)
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.detach()
+        return source.requires_grad_() if self.index > 0 else source
 
     def _make_weights(self) -> StageWeights:
         if not self._use_stash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,11 +27,23 @@ class WeightStash(Generic[T]):
     `PipelineError`. Used by one thread.
     """
 
-    def __init__(self, value: T, *, version: int = 0, max_versions: int) -> None:
+    def __init__(
+        self,
+        value: T,
+        *,
+        version: int = 0,
+        max_versions: int,
+        older: Mapping[int, T] | None = None,
+        in_flight: Mapping[int, int] | None = None,
+    ) -> None:
+        """`older` versions and the version of each micro-batch `in_flight` restore a stash."""
         self.max_versions = max_versions
         self._newest = version
-        self._values = {version: value}
-        self._in_flight: dict[int, int] = {}
+        self._values = {**(older or {}), version: value}
+        self._in_flight = dict(in_flight or {})
+        missing = set(self._in_flight.values()) - set(self._values)
+        if missing:
+            raise _error(f"versions {sorted(missing)} of micro-batches in flight are missing")
 
     @property
     def newest(self) -> Stashed[T]:
@@ -46,6 +59,16 @@ class WeightStash(Generic[T]):
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches between forward and backward, oldest first."""
         return tuple(self._in_flight)
+
+    @property
+    def older(self) -> dict[int, T]:
+        """The versions held beside the newest, by number."""
+        return {v: value for v, value in self._values.items() if v != self._newest}
+
+    def used_by(self, micro_batch: int) -> Stashed[T]:
+        """The version that a micro-batch in flight refers to."""
+        version = self._in_flight[micro_batch]
+        return Stashed(version, self._values[version])
 
     def forward(self, micro_batch: int) -> Stashed[T]:
         """The newest version, kept until `backward(micro_batch)`."""

@@ -6,6 +6,7 @@ optimizer has done to the parameters in the meantime by accident, only by design
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -18,7 +19,9 @@ Leaves = dict[str, torch.Tensor]
 class StageWeights(Protocol):
     """The weights of one stage's forwards and backwards."""
 
-    def forward(self, micro_batch: int, source: torch.Tensor) -> tuple[torch.Tensor, Leaves, int]:
+    def forward(
+        self, micro_batch: int, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, Leaves, int]:
         """The module's output, the leaves to differentiate, and their version."""
         ...
 
@@ -37,16 +40,43 @@ class StashedWeights:
     Versions are copies, except where the schedule leaves nothing in flight at an update.
     """
 
-    def __init__(self, module: torch.nn.Module, *, version: int, max_versions: int) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: int,
+        max_versions: int,
+        older: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
+        in_flight: Mapping[int, int] | None = None,
+    ) -> None:
+        """`older` and `in_flight` restore a stash, see `WeightStash`."""
         self._module = module
         self._parameters = trainable(module)
         self._copies = max_versions > 1
-        self.stash = WeightStash(self._snapshot(), version=version, max_versions=max_versions)
+        self.stash = WeightStash(
+            self._snapshot(),
+            version=version,
+            max_versions=max_versions,
+            older={
+                number: {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
+                for number, leaves in (older or {}).items()
+            },
+            in_flight=in_flight,
+        )
 
-    def forward(self, micro_batch: int, source: torch.Tensor) -> tuple[torch.Tensor, Leaves, int]:
+    def forward(
+        self, micro_batch: int, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, Leaves, int]:
         """See `StageWeights.forward`."""
-        stashed = self.stash.forward(micro_batch)
-        output = torch.func.functional_call(self._module, stashed.value, (source,))
+        self.stash.forward(micro_batch)
+        return self.again(micro_batch, inputs)
+
+    def again(
+        self, micro_batch: int, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, Leaves, int]:
+        """The forward of a micro-batch in flight with the weights it refers to."""
+        stashed = self.stash.used_by(micro_batch)
+        output = torch.func.functional_call(self._module, stashed.value, inputs)
         return output, stashed.value, stashed.version
 
     def backward(self, micro_batch: int) -> None:
@@ -77,10 +107,12 @@ class LiveWeights:
         self._parameters = trainable(module)
         self._version = version
 
-    def forward(self, micro_batch: int, source: torch.Tensor) -> tuple[torch.Tensor, Leaves, int]:
+    def forward(
+        self, micro_batch: int, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, Leaves, int]:
         """See `StageWeights.forward`."""
         with torch.autograd.graph.saved_tensors_hooks(_detached, _as_it_is):
-            output: torch.Tensor = self._module(source)
+            output: torch.Tensor = self._module(*inputs)
         return output, dict(self._parameters), self._version
 
     def backward(self, micro_batch: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import torch
 
+from ...orchestrator.errors import RunError, RunErrorCode
 from .channels import Halt, Inbox, Message, NormExchange
 from .clock import DeviceClock, StageSeconds
 from .schedule import Op, OpKind, Progress, Schedule, candidates
@@ -18,11 +21,15 @@ from .stage import Stage, UpdateRecord, clip_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Input of stage 0, what the loss compares with, and what it counts for in the mean."""
+    """Input of stage 0, what the loss compares with, and what it counts for in the mean.
+
+    `at`, where given, is the second input of the last stage.
+    """
 
     inputs: torch.Tensor
     targets: Any = None
     weight: float = 1.0
+    at: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +73,23 @@ class Links:
     clock: DeviceClock
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """What one operation costs on the simulated device, and its message on the link."""
+
+    seconds: float
+    link: float
+
+    def arrival(self) -> float:
+        """When a message sent now arrives; 0, which is always past, without a link."""
+        return monotonic() + self.link if self.link else 0.0
+
+
 class Worker:
-    """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended."""
+    """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended.
+
+    At the end of the source a worker either drains, or pauses where the next forward would be.
+    """
 
     def __init__(
         self,
@@ -80,6 +102,9 @@ class Worker:
         fixed_order: bool,
         deadline_seconds: float,
         seconds: StageSeconds,
+        link_seconds: float,
+        factors: Iterator[tuple[float, float]],
+        drain: bool,
     ) -> None:
         self.index = stage.index
         self.progress = progress
@@ -93,6 +118,15 @@ class Worker:
         self._fixed_order = fixed_order
         self._deadline_seconds = deadline_seconds
         self._seconds = seconds
+        self._link_seconds = link_seconds
+        self._factors = factors
+        self._drain = drain
+        self._end: int | None = None
+
+    @property
+    def waiting(self) -> dict[tuple[OpKind, int], Message]:
+        """Messages that arrived for operations after the end."""
+        return self._links.inbox.waiting
 
     def run(self) -> None:
         """Work until the source has ended and everything is done, or the pipeline stops."""
@@ -101,12 +135,15 @@ class Worker:
 
     def _work_once(self) -> bool:
         options = candidates(self._schedule, self.index, self.progress)
-        if not options:
+        if not options or (not self._drain and self._is_end(options[0])):
             return False
         choice = self._acquire(options[:1] if self._fixed_order else options[::-1])
         if choice is not None:
             self._execute(*choice)
         return True
+
+    def _is_end(self, op: Op) -> bool:
+        return op.kind is OpKind.FORWARD and op.micro_batch == self._end
 
     def _acquire(self, options: tuple[Op, ...]) -> tuple[Op, Message | None] | None:
         """An operation that can run now, with its input; None when the source has just ended."""
@@ -120,7 +157,7 @@ class Worker:
             waiting.append(op)
         taken = self._links.inbox.take(
             waiting,
-            known_total=self.progress.total if self.index else None,
+            known_total=self._end if self.index else None,
             deadline_seconds=self._deadline_seconds,
         )
         if taken is None:
@@ -139,29 +176,36 @@ class Worker:
         if batch is None:
             self._end_source(self.progress.num_forward)
             return None
-        return op, Message(tensor=batch.inputs, targets=batch.targets, weight=batch.weight)
+        return op, Message(
+            tensor=batch.inputs, targets=batch.targets, weight=batch.weight, at=batch.at
+        )
 
     def _end_source(self, total: int | None) -> None:
-        self.progress = replace(self.progress, total=total)
+        self._end = total
+        if self._drain:
+            self.progress = replace(self.progress, total=total)
         if self._links.following is not None and total is not None:
             self._links.following.close(total)
 
     def _execute(self, op: Op, message: Message | None) -> None:
         start = self._links.clock.now()
+        own, link = next(self._factors)
+        device = _Device(seconds=self._seconds.of(op.kind) * own, link=self._link_seconds * link)
         if op.kind is OpKind.FORWARD and message is not None:
-            self._forward(op, message, start)
+            self._forward(op, message, start, device)
         elif op.kind is OpKind.BACKWARD:
-            self._backward(op, message, start)
+            self._backward(op, message, start, device)
         else:
             self._update()
-            self._finish(op, start)
+            self._finish(op, start, device)
         self.progress = self.progress.after(op)
 
-    def _forward(self, op: Op, message: Message, start: float) -> None:
+    def _forward(self, op: Op, message: Message, start: float, device: _Device) -> None:
         output = self._stage.forward(op.micro_batch, message)
-        self._finish(op, start)
+        self._finish(op, start, device)
         if self._links.following is not None:
-            self._links.following.put(OpKind.FORWARD, op.micro_batch, output)
+            sent = replace(output, arrives=device.arrival())
+            self._links.following.put(OpKind.FORWARD, op.micro_batch, sent)
         else:
             self.losses.append(
                 MicroBatchLoss(
@@ -171,14 +215,22 @@ class Worker:
                 )
             )
 
-    def _backward(self, op: Op, message: Message | None, start: float) -> None:
+    def _backward(self, op: Op, message: Message | None, start: float, device: _Device) -> None:
         gradient = self._stage.backward(op.micro_batch, None if message is None else message.tensor)
-        self._finish(op, start)
+        self._finish(op, start, device)
         if self._links.previous is not None and gradient is not None:
-            self._links.previous.put(OpKind.BACKWARD, op.micro_batch, Message(tensor=gradient))
+            sent = Message(tensor=gradient, arrives=device.arrival())
+            self._links.previous.put(OpKind.BACKWARD, op.micro_batch, sent)
 
     def _update(self) -> None:
         own = total = self._stage.accumulated.squared_norm()
+        if not math.isfinite(own):
+            raise RunError(
+                f"the gradient norm of stage {self.index} at its update "
+                f"{self.progress.num_updates + 1} is {own**0.5}.",
+                code=RunErrorCode.NONFINITE_GRADIENT,
+                remedy="Lower the learning rate, or look at the batch of that update.",
+            )
         if self._links.exchange is not None:
             total = self._links.exchange.total(
                 own,
@@ -189,7 +241,7 @@ class Worker:
         scale = clip_scale(total, clip_norm=self._clip_norm)
         self.updates.append(self._stage.update(scale=scale, gradient_norm=own**0.5))
 
-    def _finish(self, op: Op, start: float) -> None:
+    def _finish(self, op: Op, start: float, device: _Device) -> None:
         """End the operation when its simulated device would."""
-        self._links.clock.wait_until(start + self._seconds.of(op.kind))
+        self._links.clock.wait_until(start + device.seconds)
         self.spans.append(Span(op=op, start=start, end=self._links.clock.now()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 
@@ -18,6 +20,50 @@ class DelayAware(Protocol):
         and is part of the state dict.
         """
         ...
+
+
+class DelayAwareOptimizer(torch.optim.Optimizer):
+    """What rules with a delay share: observing it, and one parameter after another in `step`."""
+
+    def observe_delay(self, delay: float) -> None:
+        """See `DelayAware.observe_delay`."""
+        set_group_delay(self, delay)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; returns the closure's value, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(self.new_state(parameter, group))
+                    self.advance(parameter, parameter.grad, state, group)
+        return loss
+
+    @abstractmethod
+    def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first update."""
+
+    @abstractmethod
+    def advance(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        """One update of a parameter and its state, in place."""
 
 
 def set_group_delay(optimizer: torch.optim.Optimizer, delay: float) -> None:

@@ -7,7 +7,7 @@ of its longest completion; `L` the tokens of its longest prompt with completion.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,53 @@ def micro_batches(batch: TrainBatch, *, num_rollouts: int) -> Iterator[MicroBatc
         rows = slice(start, start + size)
         if batch.lengths[rows].sum():
             yield _micro_batch(batch, rows)
+
+
+def mini_batches(
+    batch: TrainBatch, *, num_updates: int, num_micro_batches: int
+) -> Iterator[tuple[BatchTotals, list[MicroBatch]]]:
+    """The batch cut for several updates of exactly `num_micro_batches` each, rollouts in order.
+
+    Parts are as equal in rollouts as possible; rollouts without a trained token are left out.
+    There are fewer updates when rollouts are too few for each micro-batch to have one; a single
+    update that still lacks some is filled up with rollouts that count for nothing. Totals are
+    of the update. Raises `ValueError` as `micro_batches` does.
+    """
+    sizes = np.repeat(np.arange(batch.num_rollouts), batch.lengths)
+    trained = np.bincount(sizes, weights=batch.mask, minlength=batch.num_rollouts)
+    rows = np.flatnonzero(trained)
+    updates = max(1, min(num_updates, rows.size // num_micro_batches))
+    for part in np.array_split(rows, updates) if rows.size else ():
+        mini = take_rollouts(batch, part)
+        cuts = [cut for cut in np.array_split(np.arange(part.size), num_micro_batches) if cut.size]
+        parts = [next(micro_batches(take_rollouts(mini, cut), num_rollouts=0)) for cut in cuts]
+        last = take_rollouts(mini, cuts[-1][-1:])
+        idle = replace(last, mask=np.zeros_like(last.mask))
+        while len(parts) < num_micro_batches:
+            parts += micro_batches(idle, num_rollouts=0)
+        yield BatchTotals.of(mini), parts
+
+
+def take_rollouts(batch: TrainBatch, rows: IntArray) -> TrainBatch:
+    """The batch of some rollouts, in the order given."""
+
+    def tokens_of(lengths: npt.NDArray[np.int32]) -> IntArray:
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        places, columns = _ragged_indices(lengths[rows].astype(np.int64))
+        flat: IntArray = starts[rows][places] + columns
+        return flat
+
+    tokens = tokens_of(batch.lengths)
+    per_token = ("tokens", "mask", "logprobs", "versions", "advantages")
+    per_rollout = ("group_index", "prompt_lengths", "lengths", "rewards")
+    chosen = {name: getattr(batch, name)[tokens] for name in per_token}
+    chosen |= {name: getattr(batch, name)[rows] for name in per_rollout}
+    return replace(
+        batch,
+        prompt_tokens=batch.prompt_tokens[tokens_of(batch.prompt_lengths)],
+        extras={name: column[tokens] for name, column in batch.extras.items()},
+        **chosen,
+    )
 
 
 def _micro_batch(batch: TrainBatch, rows: slice) -> MicroBatch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from .delay import set_group_delay
+from .delay import DelayAwareOptimizer
 
 
 def momentum_at(step: int, *, momentum: float, schedule: str) -> float:
@@ -17,7 +17,7 @@ def momentum_at(step: int, *, momentum: float, schedule: str) -> float:
     return min(momentum, max(0.0, (step - 2) / step))
 
 
-class NesterovDelay(torch.optim.Optimizer):
+class NesterovDelay(DelayAwareOptimizer):
     """Two-line Nesterov form on delayed gradients, kept at the look-ahead point.
 
     With u_t = w_t - w_{t-1} and d_t = gamma_t u_t:
@@ -62,58 +62,36 @@ class NesterovDelay(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def observe_delay(self, delay: float) -> None:
-        """See `DelayAware.observe_delay`."""
-        set_group_delay(self, delay)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns the closure's value, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _advance(parameter, parameter.grad, self._state_of(parameter, group), group)
-        return loss
-
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["offset"] = 0.0
-            state["velocity"] = torch.zeros_like(parameter)
-            if group["beta2"] is not None:
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+    def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """See `DelayAwareOptimizer.new_state`."""
+        state = {"step": 0, "offset": 0.0, "velocity": torch.zeros_like(parameter)}
+        if group["beta2"] is not None:
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
 
-
-def _advance(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    state["step"] += 1
-    gamma, next_gamma = (
-        momentum_at(step, momentum=group["momentum"], schedule=group["schedule"])
-        for step in (state["step"], state["step"] + 1)
-    )
-    if group["weight_decay"]:
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    direction = gradient if group["beta2"] is None else _normalised(gradient, state, group)
-    scale = group["lr"] * ((1 - gamma) if group["discount"] else 1.0)
-    velocity = state["velocity"]
-    parameter.sub_(velocity, alpha=state["offset"])
-    velocity.mul_(gamma).sub_(direction, alpha=scale)
-    lookahead = group["lookahead"] + group["lookahead_per_delay"] * group["delay"]
-    state["offset"] = lookahead * next_gamma
-    parameter.add_(velocity, alpha=1 + state["offset"])
+    def advance(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        """See `DelayAwareOptimizer.advance`."""
+        state["step"] += 1
+        gamma, next_gamma = (
+            momentum_at(step, momentum=group["momentum"], schedule=group["schedule"])
+            for step in (state["step"], state["step"] + 1)
+        )
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        direction = gradient if group["beta2"] is None else _normalised(gradient, state, group)
+        scale = group["lr"] * ((1 - gamma) if group["discount"] else 1.0)
+        velocity = state["velocity"]
+        parameter.sub_(velocity, alpha=state["offset"])
+        velocity.mul_(gamma).sub_(direction, alpha=scale)
+        lookahead = group["lookahead"] + group["lookahead_per_delay"] * group["delay"]
+        state["offset"] = lookahead * next_gamma
+        parameter.add_(velocity, alpha=1 + state["offset"])
 
 
 def _normalised(

@@ -58,7 +58,7 @@ class KeyValueCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class DecoderStep:
     """What all layers of one forward pass share."""
 
     rotation: tuple[Tensor, Tensor] | None
@@ -101,7 +101,9 @@ class Attention(nn.Module):
         self.v_proj = Weight(width, width)
         self.o_proj = Weight(width, width)
 
-    def forward(self, x: Tensor, step: _Step, keys: Tensor | None, values: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, step: DecoderStep, keys: Tensor | None, values: Tensor | None
+    ) -> Tensor:
         """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, H, S, D]."""
         q = self._heads(x, self.q_proj.weight)
         k = self._heads(x, self.k_proj.weight)
@@ -148,10 +150,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Weight(shape.hidden_size)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, step: _Step, keys: Tensor | None, values: Tensor | None) -> Tensor:
-        normed = _rms_norm(x, self.input_layernorm.weight, self.norm_eps)
+    def forward(
+        self, x: Tensor, step: DecoderStep, keys: Tensor | None, values: Tensor | None
+    ) -> Tensor:
+        normed = rms_norm(x, self.input_layernorm.weight, self.norm_eps)
         x = x + self.self_attn(normed, step, keys, values)
-        normed = _rms_norm(x, self.post_attention_layernorm.weight, self.norm_eps)
+        normed = rms_norm(x, self.post_attention_layernorm.weight, self.norm_eps)
         hidden: Tensor = x + self.mlp(normed)
         return hidden
 
@@ -188,12 +192,12 @@ class Decoder(nn.Module):
             x = x + F.embedding(places, self.embed_positions.weight)
         else:
             rotation = (self.rope_cos[places].unsqueeze(-2), self.rope_sin[places].unsqueeze(-2))
-        step = _Step(rotation, access)
+        step = DecoderStep(rotation, access)
         for index, layer in enumerate(self.layers):
             keys = None if cache is None else cache.keys[index]
             values = None if cache is None else cache.values[index]
             x = layer(x, step, keys, values)
-        return _rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps)
 
 
 class CausalDecoder(nn.Module):
@@ -229,6 +233,12 @@ class CausalDecoder(nn.Module):
         if at is not None:
             hidden = hidden.flatten(0, 1).index_select(0, at)
         return F.linear(hidden, self.lm_head.weight)
+
+    def cut(self, num_stages: int) -> list[nn.Module]:
+        """The decoder as pipeline stages that share its parameters; see `decoder_stages`."""
+        from .decoder_stages import cut_decoder
+
+        return cut_decoder(self, num_stages=num_stages)
 
     def new_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
         """An empty cache of `max_length` slots a row. Raises `ValueError` beyond the model's."""
@@ -266,7 +276,7 @@ def build_decoder(shape: DecoderShape, *, seed: int, init_std: float | None) -> 
     return module
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

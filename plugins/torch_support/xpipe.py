@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from .delay import set_group_delay
+from .delay import DelayAwareOptimizer
 
 
-class XPipeAdamW(torch.optim.Optimizer):
+class XPipeAdamW(DelayAwareOptimizer):
     """AdamW whose parameters hold the weights predicted `delay` updates ahead.
 
     w follows AdamW; the parameters hold w - delay * lr * m_hat / (sqrt(v_hat) + eps), the
@@ -37,48 +37,29 @@ class XPipeAdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def observe_delay(self, delay: float) -> None:
-        """See `DelayAware.observe_delay`."""
-        set_group_delay(self, delay)
+    def new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """See `DelayAwareOptimizer.new_state`."""
+        return {
+            "step": 0,
+            "base": parameter.detach().clone(),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update and predict every parameter that has a gradient; returns the closure's value."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _advance(parameter, parameter.grad, self._state_of(parameter), group)
-        return loss
-
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["base"] = parameter.detach().clone()
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
-
-
-def _advance(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    state["step"] += 1
-    beta1, beta2 = group["betas"]
-    base, first, second = state["base"], state["exp_avg"], state["exp_avg_sq"]
-    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-    direction = first / denominator / (1 - beta1 ** state["step"])
-    base.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-    parameter.copy_(base).sub_(direction, alpha=group["delay"] * group["lr"])
+    def advance(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        """See `DelayAwareOptimizer.advance`."""
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        base, first, second = state["base"], state["exp_avg"], state["exp_avg_sq"]
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        direction = first / denominator / (1 - beta1 ** state["step"])
+        base.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        parameter.copy_(base).sub_(direction, alpha=group["delay"] * group["lr"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import Algorithm, LossInputs, Model, Optimizer, PreparesBatch
+from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
 from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
 from .._options import require
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...storage.bits import PolicyTensors
     from ..torch_support.metrics import MetricSums
     from ..torch_support.micro_batches import BatchTotals, MicroBatch
+    from ..torch_support.policy_loss import PolicyLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,25 +198,13 @@ class TorchTrainer:
         from ..torch_support.micro_batches import micro_batches
 
         parts = []
+        policy_loss = self._policy_loss()
         with torch.no_grad():
             for micro in micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts):
-                _, logprobs = self._logprobs(self.module, micro)
+                logits = self.module(micro.inputs, at=micro.at)
+                _, logprobs = policy_loss.logprobs(logits, micro)
                 parts.append(logprobs.numpy())
         return np.concatenate(parts)
-
-    def _logprobs(
-        self, module: torch.nn.Module, micro: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The distribution [s, V] at each completion token, and that token's logprob [s]."""
-        from ..torch_support.sampling import sampled_distribution
-
-        distribution = sampled_distribution(
-            module(micro.inputs, at=micro.at),
-            temperature=self._temperature,
-            top_p=self._sampling.top_p if self._sampling else 1.0,
-            drawn=micro.targets,
-        )
-        return distribution, distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
 
     def _accumulate(
         self,
@@ -225,24 +214,22 @@ class TorchTrainer:
         sums: MetricSums,
     ) -> None:
         """Add one micro-batch's gradients and metric sums."""
-        distribution, logprobs = self._logprobs(module, micro)
-        output = self._algorithm.loss(
-            LossInputs(
-                logprobs=micro.padded(logprobs),
-                rollout_logprobs=micro.rollout_logprobs,
-                old_logprobs=micro.old_logprobs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                extras=micro.extras,
-                num_batch_tokens=totals.num_tokens,
-                num_batch_rollouts=totals.num_rollouts,
-                max_length=self._sampling.max_new_tokens if self._sampling else totals.max_length,
-            )
+        policy_loss = self._policy_loss()
+        logits = module(micro.inputs, at=micro.at)
+        loss = policy_loss(logits, micro, totals=totals, sums=sums)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _policy_loss(self) -> PolicyLoss:
+        from ..torch_support.policy_loss import PolicyLoss
+
+        sampling = self._sampling
+        return PolicyLoss(
+            algorithm=self._algorithm,
+            temperature=self._temperature,
+            top_p=sampling.top_p if sampling else 1.0,
+            max_length=sampling.max_new_tokens if sampling else 0,
         )
-        if output.loss.requires_grad:
-            output.loss.backward()  # type: ignore[no-untyped-call]
-        sums.add_output(output)
-        sums.add_tokens(micro, distribution.detach(), logprobs.detach())
 
     def _clip(self, module: torch.nn.Module, step: int) -> float:
         """Scale the gradients; their norm before."""

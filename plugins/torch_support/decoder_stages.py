@@ -1,0 +1,90 @@
+"""A decoder cut into pipeline stages of whole layers."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from ...orchestrator.errors import ConfigError, RunErrorCode
+from .transformer import CausalDecoder, DecoderStep, Weight, rms_norm
+
+
+class DecoderStage(nn.Module):
+    """Consecutive layers of a decoder, with its parameters under the names they have there.
+
+    The first stage takes tokens int64 [B, T] and embeds them; the last one ends with norm and
+    head. Between stages travel hidden states [B, T, D].
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, whole: CausalDecoder, *, layers: range) -> None:
+        super().__init__()
+        self.shape = whole.shape
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == whole.shape.num_layers
+        names = [
+            *(("embed_tokens", "embed_positions") if self.is_first else ()),
+            *(("norm",) if self.is_last else ()),
+        ]
+        own = {name: getattr(whole.model, name) for name in names if hasattr(whole.model, name)}
+        own["layers"] = nn.ModuleDict({str(i): whole.model.layers[i] for i in layers})
+        self.model = nn.ModuleDict(own)
+        if self.is_last:
+            self.lm_head = whole.lm_head
+        self.register_buffer("rope_cos", whole.model.rope_cos, persistent=False)
+        self.register_buffer("rope_sin", whole.model.rope_sin, persistent=False)
+
+    def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
+        """Hidden states; of the last stage logits [B, T, V], or [n, V] at flat places `at` [n]."""
+        places = torch.arange(inputs.shape[1])
+        hidden = self._embed(inputs, places) if self.is_first else inputs
+        rotation = None
+        if not self.shape.learned_positions:
+            rotation = (self.rope_cos[places].unsqueeze(-2), self.rope_sin[places].unsqueeze(-2))
+        step = DecoderStep(rotation, None)
+        for layer in self.model["layers"].values():  # type: ignore[operator]
+            hidden = layer(hidden, step, None, None)
+        if not self.is_last:
+            return hidden
+        hidden = rms_norm(hidden, self._weight("norm"), self.shape.norm_eps)
+        if at is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, at)
+        return F.linear(hidden, self.lm_head.weight)
+
+    def _embed(self, tokens: Tensor, places: Tensor) -> Tensor:
+        hidden = F.embedding(tokens, self._weight("embed_tokens"))
+        if self.shape.learned_positions:
+            hidden = hidden + F.embedding(places, self._weight("embed_positions"))
+        return hidden
+
+    def _weight(self, name: str) -> Tensor:
+        return cast(Weight, self.model[name]).weight
+
+
+def cut_decoder(whole: CausalDecoder, *, num_stages: int) -> list[nn.Module]:
+    """Stages of layers as equal in number as possible, the later ones shorter by one.
+
+    Raises `ConfigError` for more stages than layers, and for tied embeddings, which would belong
+    to the first and the last stage at once.
+    """
+    num_layers = whole.shape.num_layers
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"num_stages must be at most the model's {num_layers} layers, got {num_stages}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+    if whole.shape.tie_embeddings and num_stages > 1:
+        raise ConfigError(
+            "a model with tie_embeddings=true cannot be cut: its embedding and its head are one "
+            "tensor, which two stages would update at different times.",
+            code=RunErrorCode.WRONG_TYPE,
+            remedy="Set tie_embeddings=false, or num_stages=1.",
+        )
+    each, more = divmod(num_layers, num_stages)
+    starts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
+    return [DecoderStage(whole, layers=range(starts[s], starts[s + 1])) for s in range(num_stages)]

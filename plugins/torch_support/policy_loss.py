@@ -1,0 +1,54 @@
+"""From the logits of a micro-batch to its share of the algorithm's loss, and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...orchestrator.interfaces import Algorithm, LossInputs
+from .metrics import MetricSums
+from .micro_batches import BatchTotals, MicroBatch
+from .sampling import sampled_distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """An algorithm's loss under logprobs of the distribution that rollouts are drawn from.
+
+    `max_length` is the longest completion there can be, 0 for the longest of each batch.
+    """
+
+    algorithm: Algorithm
+    temperature: float
+    top_p: float
+    max_length: int
+
+    def __call__(
+        self, logits: Tensor, micro: MicroBatch, *, totals: BatchTotals, sums: MetricSums
+    ) -> Tensor:
+        """The share of the loss, a scalar; `logits` are [s, V] at the micro-batch's places."""
+        distribution, logprobs = self.logprobs(logits, micro)
+        output = self.algorithm.loss(
+            LossInputs(
+                logprobs=micro.padded(logprobs),
+                rollout_logprobs=micro.rollout_logprobs,
+                old_logprobs=micro.old_logprobs,
+                advantages=micro.advantages,
+                mask=micro.mask,
+                extras=micro.extras,
+                num_batch_tokens=totals.num_tokens,
+                num_batch_rollouts=totals.num_rollouts,
+                max_length=self.max_length or totals.max_length,
+            )
+        )
+        sums.add_output(output)
+        sums.add_tokens(micro, distribution.detach(), logprobs.detach())
+        return output.loss
+
+    def logprobs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The distribution [s, V] at each completion token, and that token's logprob [s]."""
+        distribution = sampled_distribution(
+            logits, temperature=self.temperature, top_p=self.top_p, drawn=micro.targets
+        )
+        return distribution, distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
