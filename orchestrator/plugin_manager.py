@@ -48,6 +48,9 @@ BUNDLED_PLUGINS = (
     "scorers.function",
     "executors.local",
     "trackers.jsonl",
+    "trackers.prometheus",
+    "trackers.tensorboard",
+    "trackers.wandb",
 )
 
 KINDS = (

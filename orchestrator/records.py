@@ -52,8 +52,10 @@ class RunRecorder:
             self._run_dir.tasks_file,
             {
                 "task": str(result.task),
+                "role": self._pipeline.nodes[result.task.node].spec.role.value,
                 "attempt": result.attempt,
                 "worker": result.worker,
+                "time": round(time.time() - result.seconds, 6),
                 "started": round(started_seconds, 6),
                 "seconds": round(result.seconds, 6),
                 **result.metrics,
@@ -67,6 +69,7 @@ class RunRecorder:
                 "task": str(fault.task),
                 "attempt": fault.attempt,
                 "worker": fault.worker,
+                "time": round(time.time(), 6),
                 "fault": fault.reason,
                 "cause": fault.cause,
             },
@@ -76,7 +79,13 @@ class RunRecorder:
         reason = event.reason if isinstance(event, WorkerLeft) else ""
         kind = "left" if isinstance(event, WorkerLeft) else "joined"
         append_json_line(
-            self._run_dir.tasks_file, {"worker": event.worker, "event": kind, "reason": reason}
+            self._run_dir.tasks_file,
+            {
+                "worker": event.worker,
+                "event": kind,
+                "reason": reason,
+                "time": round(time.time(), 6),
+            },
         )
 
     def on_step(self, record: StepRecord) -> None:
@@ -120,8 +129,20 @@ def stored_line(info: CommitInfo) -> Mapping[str, Any]:
         "step": info.version,
         "time": datetime.fromisoformat(info.written_at).timestamp(),
         **info.attributes["metrics"],
+        **_stored_times(info),
         **_committed_fields(committed_of(info)),
         **{f"rollouts_{name}": n for name, n in accounting.items() if name != "reasons"},
+    }
+
+
+def _stored_times(info: CommitInfo) -> dict[str, float]:
+    timing = info.attributes.get("timing") or {}
+    if not timing:
+        return {}
+    written = datetime.fromisoformat(info.written_at).timestamp()
+    return {
+        "train_seconds": timing["train_seconds"],
+        "publish_lag_seconds": max(0.0, written - timing["trained_at"]),
     }
 
 

@@ -13,6 +13,9 @@ from .training import ledger_table
 
 VERSION_ATTRIBUTES = ("accounting", "config_digest", "cursor", "metrics", "step")
 """Attributes of every version."""
+PUBLISHED_ATTRIBUTES = ("changed", "timing")
+"""Further ones of every version after 0: changed elements by kind of tensor, when it was trained
+and how long that took."""
 FIRST_ATTRIBUTES = ("config", "environment", "pipeline_source")
 """Further ones of version 0 and of the first version of a branch."""
 FORK_ATTRIBUTES = ("forked_from",)
@@ -76,10 +79,23 @@ def _in_the_store() -> Sequence[SavedItem]:
             use="accounting, refusing other data",
         ),
         SavedItem(
+            what="rollouts left out with the reason, expected answers, the trainer's logprobs "
+            "minus the engine's",
+            where="`rollouts`",
+            when="every version after 0",
+            use="people",
+        ),
+        SavedItem(
             what=f"attributes: {_names(VERSION_ATTRIBUTES)}",
             where="the commit",
             when="every version",
             use="resume, status",
+        ),
+        SavedItem(
+            what=f"attributes: {_names(PUBLISHED_ATTRIBUTES)}",
+            where="the commit",
+            when="every version after 0",
+            use="people",
         ),
         SavedItem(
             what=f"attributes: {_names((*FIRST_ATTRIBUTES, *FORK_ATTRIBUTES))}",

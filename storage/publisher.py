@@ -31,6 +31,7 @@ from .transaction import VersionContent, pack_payload, stale_parent
 from .tree import PackedGroup, pack_group
 
 Tables = Mapping[str, tuple[Values, Arrays]]
+Describe = Callable[[Changes], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +152,11 @@ class Publisher:
         state: tuple[Values, Arrays] | None = None,
         attributes: Mapping[str, Any] | None = None,
         anchor: bool | None = None,
+        describe: Describe | None = None,
     ) -> CommitInfo:
         """Commit a version: weights, tables, trainer state and attributes, all or nothing.
 
+        `describe` makes further attributes from the changes, of a version that has a delta.
         `version` follows the head; the first is 0 and needs `state`. The arrays of `tensors`
         are kept as the next baseline and must not be changed afterwards. A version that is
         already committed with the same bits and tables is returned as it is.
@@ -179,6 +182,7 @@ class Publisher:
                 state=pack_group(*state) if state is not None else None,
                 attributes=from_plain(to_plain(attributes or {}, path="attributes")),
                 anchor=anchor,
+                describe=describe,
             ),
             baseline,
         )
@@ -316,7 +320,7 @@ class Publisher:
             is_anchor=self._is_anchor(request, baseline, delta),
             tables=request.tables,
             state=request.state,
-            attributes=request.attributes,
+            attributes={**request.attributes, **_described(request, changes)},
             owner=self._owner,
             writer_id=self._writer_id,
         )
@@ -390,6 +394,14 @@ class _Request:
     state: PackedGroup | None
     attributes: Mapping[str, Any]
     anchor: bool | None
+    describe: Describe | None
+
+
+def _described(request: _Request, changes: Changes | None) -> Mapping[str, Any]:
+    if changes is None or request.describe is None:
+        return {}
+    described = request.describe(changes)
+    return from_plain(to_plain(described, path="attributes"))
 
 
 def _num_changed(changes: Changes | None, tensors: PolicyTensors) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, LossInputs, Model, Optimizer
-from ...orchestrator.types import SamplingParams, TrainBatch, TrainerState
+from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
 from .._options import require
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class TorchTrainer:
         self._policy_dtype = dtype_named(config.policy_dtype)
         self._seed = 0
         self._num_updates = 0
+        self._sums: MetricSums | None = None
         self._module: torch.nn.Module | None = None
 
     def initialize(self, *, seed: int) -> None:
@@ -116,9 +119,9 @@ class TorchTrainer:
 
         module = self.module
         totals = BatchTotals.of(batch)
+        sums = self._sums = MetricSums()
         if not totals.num_tokens:
             return empty_metrics()
-        sums = MetricSums()
         size = self._config.micro_batch_rollouts
         step = batch.policy_version
         with compute_threads(self._num_threads), deterministic(seed=self._seed, step=step):
@@ -134,6 +137,10 @@ class TorchTrainer:
             "tokens": float(totals.num_tokens),
             "empty": 0.0,
         }
+
+    def logprob_differences(self) -> FloatArray:
+        """See `ComparesLogprobs`; empty before the first step."""
+        return np.zeros(0, np.float32) if self._sums is None else self._sums.token_differences()
 
     def state(self) -> TrainerState:
         """Masters, moments and schedule as copies."""
