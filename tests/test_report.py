@@ -281,7 +281,7 @@ def test_numbers_are_shown_in_units_that_fit() -> None:
     assert [amount(v) for v in (None, 3, 12345, 0.123456)] == ["-", "3", "12,345", "0.1235"]
     assert [size(v) for v in (999, 1500, 2.5e9)] == ["999 B", "1.5 kB", "2.5 GB"]
     assert [share(v) for v in (0.0123, 0.5)] == ["1.23%", "50%"]
-    assert [seconds(v) for v in (1.5, 600, 7200)] == ["1.5 s", "10 min", "2.0 h"]
+    assert [seconds(v) for v in (1.5, 600, 7200)] == ["1.5 s", "10.0 min", "2.0 h"]
     assert flat_options({"a": {"b": 1}, "c": None}) == [("a.b", "1"), ("c", "null")]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ...storage.repository import PolicyRepository
 
-WIDTH, ROW, LEFT, RIGHT, TOP = 860, 46, 16, 120, 34
+WIDTH, ROW, LEFT, RIGHT, TOP = 860, 46, 16, 120, 44
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,6 @@ def _branch(line: BranchLine, rows: dict[str, int], scale: float) -> str:
         x = LEFT + version * scale
         parts.append(
             f'<path class="tag" d="M{x:.1f} {y - 7}l5 7l-5 7l-5 -7z"/>'
-            f'<text class="tagname" x="{x:.1f}" y="{y + 20}">{escape(tag)}</text>'
+            f'<text class="tagname" x="{x:.1f}" y="{y - 11}">{escape(tag)}</text>'
         )
     return "".join(parts)

@@ -81,7 +81,7 @@ def seconds(value: float) -> str:
     if value < 120:
         return f"{value:.3g} s"
     minutes = value / 60
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _packed_text(text: str) -> str:

@@ -4,7 +4,8 @@ A lane is a worker, the trainer or the committer. A gap's cause is what its next
 
     rollout    prompts of its step; the policy version it needs (its training, its publishing)
     score      the rollouts of its shard
-    source     the run-ahead limit: step k - 1 - lag has to be in training
+    source     the run-ahead limit: step k - 1 - lag has to be in training, so the trainer may
+               first have to finish the step before it
     train      the last task of its step; else the version before it
     none left  the end of the run
 """
@@ -152,14 +153,23 @@ class _Ends:
         elif span.role == "score":
             waits += self._task("rollout", span.step, span.shard, ROLLOUTS)
         elif span.role == "source":
-            began = self._times.trained.get(span.step - 1 - self._lag)
-            words = f"step {span.step - 1 - self._lag} to be in training"
-            waits += [(began[0], RUN_AHEAD, words)] if began else []
+            waits += self._run_ahead(span.step - 1 - self._lag)
         elif span.role == "train" and span.step in self._last:
             last = self._last[span.step]
             words = f"{last.name}/{last.step}/{last.shard} on {last.lane}"
             waits.append((last.end, ROLLOUTS, words))
         return sorted(waits)
+
+    def _run_ahead(self, step: int) -> list[tuple[float, str, str]]:
+        """A source waits for `step` to be in training, and so for the training before it."""
+        trained = self._times.trained
+        waits = []
+        if step in trained and step - 1 in trained:
+            words = f"training of version {step - 1}, so that step {step} can begin"
+            waits.append((min(trained[step - 1][1], trained[step][0]), TRAINING, words))
+        if step in trained:
+            waits.append((trained[step][0], RUN_AHEAD, f"step {step} to be in training"))
+        return waits
 
     def _policy(self, version: int) -> list[tuple[float, str, str]]:
         waits = []

@@ -24,7 +24,7 @@ from .thinning import spread
 Json = dict[str, Any]
 MAX_BINS = 120
 MAX_WINDOWS = 12
-WINDOW_SPANS = 240
+WINDOW_SPANS = 90
 
 
 def read_lines(path: Path) -> list[Json]:

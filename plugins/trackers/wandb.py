@@ -46,7 +46,7 @@ class WandbTracker:
 
     def __init__(self, config: WandbConfig, *, run_dir: str | Path) -> None:
         """Raises `PluginError` naming the extra when wandb is not installed."""
-        wandb = need("wandb", by="tracker 'wandb'", extra="wandb")
+        wandb = self._wandb = need("wandb", by="tracker 'wandb'", extra="wandb")
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / _POSITION_FILE
@@ -74,7 +74,9 @@ class WandbTracker:
         return self._last_step
 
     def close(self) -> None:
+        """End the run and the service process that wrote it, so that its file is whole."""
         self._run.finish()
+        self._wandb.teardown()
 
 
 def _position(path: Path) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 const byId = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const PALETTE = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
-const IDLE = ["--idle0", "--idle1", "--idle2", "--idle3", "--idle4", "--idle5"];
+const IDLE = {
+  "idle: training": "--i-train", "idle: publishing": "--i-publish", "idle: rollouts": "--i-rollout", "idle: prompts": "--i-prompt",
+  "idle: run-ahead limit": "--i-limit", "idle: dispatch": "--i-dispatch", "idle: start-up": "--i-none", "idle: end of run": "--i-none",
+};
 const WORK = { rollout: "--c0", score: "--c2", source: "--c6", function: "--c7", train: "--c3", publish: "--c1", fault: "--bad" };
 const DASHES = ["solid", "dash", "dot"];
 
@@ -44,7 +47,6 @@ function baseLayout({ unit = "", log = false, zero = false, height = 240 } = {})
     font: { color: colour("--dim"), family: "system-ui, Liberation Sans, sans-serif", size: 12 },
     hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--text") } },
     hovermode: "x unified",
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } },
     xaxis: { ...line, title: { text: axis === "v" ? "version" : "seconds", font: { size: 12 }, standoff: 4 }, nticks: 8 },
     yaxis: { ...line, title: { text: unit, font: { size: 12 }, standoff: 6 }, nticks: 6, type: log ? "log" : "linear", exponentformat: "power", rangemode: zero ? "tozero" : "normal" },
   };
@@ -54,8 +56,24 @@ const CONFIG = { responsive: true, displayModeBar: false };
 
 function draw(place) {
   const { traces, layout } = charts.get(place)();
+  if (layout.xaxis.title.text === "version") Object.assign(layout.xaxis, wholeTicks(traces));
+  showKeys(place.previousElementSibling, traces);
   window.Plotly.react(place, traces, layout, CONFIG);
   place.dataset.drawn = "yes";
+}
+
+function showKeys(line, traces) {
+  const named = traces.length > 1 ? traces.filter((trace) => trace.name) : [];
+  line.replaceChildren(...named.map((trace) => {
+    const tone = trace.fillcolor || (trace.line && trace.line.color) || trace.marker.color;
+    const mark = element("span", { class: trace.line && !trace.fillcolor ? `stroke ${trace.line.dash}` : "key", style: `--tone:${tone}` });
+    return element("span", {}, mark, trace.name);
+  }));
+}
+
+function wholeTicks(traces) {
+  const versions = traces.flatMap((trace) => trace.x);
+  return Math.max(...versions) - Math.min(...versions) < 8 ? { dtick: 1 } : {};
 }
 
 const seen = new IntersectionObserver((entries) => {
@@ -68,6 +86,7 @@ const seen = new IntersectionObserver((entries) => {
 
 function addChart(place, make) {
   charts.set(place, make);
+  place.before(element("div", { class: "chartkeys" }));
   place.dataset.drawn = "no";
 }
 
@@ -99,24 +118,19 @@ function lineTraces(runs, linesOf) {
   return traces;
 }
 
-function withLegend(traces, layout) {
-  layout.showlegend = traces.length > 1;
-  if (layout.showlegend) layout.height += 22 * Math.ceil(traces.length / 2);
-  return { traces, layout };
-}
-
 function addCurves(page) {
   page.charts.forEach((chart, number) => {
     if (!page.runs.some((run) => run.lines[number].length)) return;
     const place = figure(byId("charts"), chart.title, chart.note);
-    addChart(place, () => withLegend(lineTraces(page.runs, (run) => run.lines[number]), baseLayout(chart)));
+    addChart(place, () => ({ traces: lineTraces(page.runs, (run) => run.lines[number]), layout: baseLayout(chart) }));
   });
 }
 
 function addWeights(page) {
   const bytes = figure(byId("weight-charts"), "Bytes a version", "Published against whole weights.");
   addChart(bytes, () => {
-    const { traces, layout } = withLegend(lineTraces(page.runs, (run) => run.bytes), baseLayout({ unit: "bytes", log: true }));
+    const traces = lineTraces(page.runs, (run) => run.bytes);
+    const layout = baseLayout({ unit: "bytes", log: true });
     Object.assign(layout.yaxis, decadeTicks(traces.flatMap((trace) => trace.y)));
     return { traces, layout };
   });
@@ -143,7 +157,7 @@ function decadeTicks(values) {
 function densityHeat(density) {
   const layout = baseLayout({ height: Math.max(240, 60 + 19 * density.kinds.length) });
   layout.hovermode = "closest";
-  layout.yaxis = { ...layout.yaxis, title: { text: "" }, autorange: "reversed", nticks: density.kinds.length, tickfont: { size: 11 } };
+  layout.yaxis = { ...layout.yaxis, type: "category", title: { text: "" }, autorange: "reversed", nticks: density.kinds.length, tickfont: { size: 11 } };
   const trace = {
     type: "heatmap", x: density[axis], y: density.kinds, z: density.z, zmin: 0,
     colorscale: [[0, colour("--heat0")], [1, colour("--heat1")]],
@@ -155,9 +169,8 @@ function densityHeat(density) {
 
 /* Timeline */
 
-function toneOf(kind, kinds) {
-  if (!kind.startsWith("idle: ")) return WORK[kind] || "--c5";
-  return IDLE[kinds.filter((other) => other.startsWith("idle: ")).indexOf(kind) % IDLE.length];
+function toneOf(kind) {
+  return WORK[kind] || IDLE[kind] || "--c5";
 }
 
 function addTimeline(run, number) {
@@ -174,10 +187,10 @@ function addTimeline(run, number) {
 function sharesChart(line, kinds) {
   const traces = kinds.filter((kind) => line.shares.states[kind]).map((kind) => ({
     x: line.shares.s, y: line.shares.states[kind], name: kind, stackgroup: "all", mode: "lines",
-    line: { width: 0.5, color: colour(toneOf(kind, kinds)) }, fillcolor: colour(toneOf(kind, kinds)),
+    line: { width: 0.5, color: colour(toneOf(kind)) }, fillcolor: colour(toneOf(kind)),
     hovertemplate: "%{y:.0%}<extra>%{fullData.name}</extra>",
   }));
-  const { layout } = withLegend(traces, baseLayout({ height: 250 }));
+  const layout = baseLayout({ height: 250 });
   layout.xaxis.title.text = "seconds";
   layout.yaxis = { ...layout.yaxis, range: [0, 1], tickformat: ".0%" };
   return { traces, layout };
@@ -190,13 +203,12 @@ function ganttChart(line, part, kinds) {
       type: "bar", orientation: "h", name: kind, base: own.map((span) => span[1]), x: own.map((span) => span[2]),
       y: own.map((span) => line.lanes[span[0]]), customdata: own.map((span) => [span[4], span[2]]),
       width: kind.startsWith("idle: ") ? 0.34 : 0.7,
-      marker: { color: colour(toneOf(kind, kinds)), line: { width: 0.5, color: colour("--page") } },
+      marker: { color: colour(toneOf(kind)), line: { width: 0.5, color: colour("--page") } },
       hovertemplate: "%{customdata[0]}<br>%{customdata[1]:.3f} s<extra>" + kind + "</extra>",
     };
   });
-  const layout = baseLayout({ height: 110 + 40 * line.lanes.length });
-  Object.assign(layout, { barmode: "overlay", hovermode: "closest", showlegend: true });
-  layout.height += 22 * Math.ceil(traces.length / 3);
+  const layout = baseLayout({ height: 56 + 42 * line.lanes.length });
+  Object.assign(layout, { barmode: "overlay", hovermode: "closest" });
   layout.xaxis = { ...layout.xaxis, title: { text: "" }, range: [part.from, part.to] };
   layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: line.lanes, autorange: "reversed", nticks: line.lanes.length };
   return { traces, layout };
@@ -402,7 +414,7 @@ async function main() {
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { redraw(); viewer.paint(); });
   document.head.append(element("script", { text: await unpack("library") }));
   for (const place of charts.keys()) seen.observe(place);
-  document.documentElement.dataset.ready = "yes";
+  Object.assign(document.documentElement.dataset, { ready: "yes", ms: Math.round(performance.now()) });
 }
 
 main().catch((error) => {
