@@ -75,7 +75,8 @@ def draw_everything(driver: webdriver.Chrome) -> None:
 
 def console_faults(driver: webdriver.Chrome) -> list[dict[str, Any]]:
     """Warnings and errors of the console since the last call."""
-    return [entry for entry in driver.get_log("browser") if entry["level"] != "INFO"]
+    entries = driver.get_log("browser")  # type: ignore[no-untyped-call]
+    return [entry for entry in entries if entry["level"] != "INFO"]
 
 
 def capture(driver: webdriver.Chrome, selector: str, path: Path) -> None:

@@ -17,8 +17,6 @@ from deltaloom.plugins.trackers.prometheus import PrometheusConfig, PrometheusTr
 from deltaloom.plugins.trackers.tensorboard import TensorboardConfig, TensorboardTracker
 from deltaloom.plugins.trackers.wandb import WandbConfig, WandbTracker
 
-from .run_support import deltaloom, tiny_pipeline
-
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "time": 1000.0 + step, "reward": step / 4, "snapshot_id": "ABC", **more}
@@ -113,20 +111,20 @@ def test_wandb_writes_a_run_that_can_be_sent_later(tmp_path: Path) -> None:
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*{position['id']}"))) >= 1
 
 
-def test_a_run_feeds_its_trackers_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
-    path = tiny_pipeline(
-        tmp_path, steps=2, options='trackers=("jsonl", "tensorboard", "prometheus"),'
-    )
-    run = tmp_path / "run"
-    assert deltaloom("run", path, "--run-dir", run).status == 0
-    done = deltaloom("resume", run, "--steps", "3")
-    assert done.status == 0, done.err
-    rewards = [
-        (step, value) for step, tag, value in scalars(run / "tensorboard") if tag == "reward"
+def test_a_run_feeds_every_tracker_it_names(seen_run: Path) -> None:
+    found = [
+        (step, value) for step, tag, value in scalars(seen_run / "tensorboard") if tag == "reward"
     ]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rewards == [(line["step"], pytest.approx(line["reward"])) for line in lines]
+    lines = [json.loads(line) for line in (seen_run / "metrics.jsonl").read_text().splitlines()]
+    assert found == [(line["step"], pytest.approx(line["reward"])) for line in lines]
     assert len(lines) == 3
-    written = gauges((run / "metrics.prom").read_text())
+    written = gauges((seen_run / "metrics.prom").read_text())
     assert written["deltaloom_step"] == 3
     assert written["deltaloom_weight_bytes"] == lines[-1]["weight_bytes"]
+
+
+def test_a_branch_gives_its_trackers_what_came_before(seen_run: Path) -> None:
+    folder = seen_run / "branches" / "warm"
+    steps = {step for step, tag, _ in scalars(folder / "tensorboard") if tag == "reward"}
+    assert steps == {1, 2, 3}
+    assert gauges((folder / "metrics.prom").read_text())["deltaloom_step"] == 3
