@@ -143,8 +143,9 @@ def _journal(run_dir: RunDir, version: int) -> None:
         ("source", 0, 0, -0.9, 0.01),
         ("rollout", 0, 0, -0.8, 0.3),
         ("rollout", 1, 1, -0.7, 0.3),
+        ("score", 0, 0, -0.45, 0.02),
+        ("score", 1, 1, -0.35, 0.02),
     )
-    tasks += (("score", 0, 0, -0.45, 0.02), ("score", 1, 1, -0.35, 0.02))
     for role, shard, worker, start, seconds in tasks:
         line = {"task": f"{role}/{version}/{shard}", "role": role, "worker": f"local-{worker}"}
         append_json_line(run_dir.tasks_file, {**line, "time": base + start, "seconds": seconds})

@@ -400,8 +400,10 @@ class _Request:
 def _described(request: _Request, changes: Changes | None) -> Mapping[str, Any]:
     if changes is None or request.describe is None:
         return {}
-    described = request.describe(changes)
-    return from_plain(to_plain(described, path="attributes"))
+    described: Mapping[str, Any] = from_plain(
+        to_plain(request.describe(changes), path="attributes")
+    )
+    return described
 
 
 def _num_changed(changes: Changes | None, tensors: PolicyTensors) -> int:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+    EventFileLoader,
+)
 
 from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.plugins.trackers.prometheus import PrometheusConfig, PrometheusTracker
@@ -116,7 +118,8 @@ def test_a_run_feeds_every_tracker_it_names(seen_run: Path) -> None:
         (step, value) for step, tag, value in scalars(seen_run / "tensorboard") if tag == "reward"
     ]
     lines = [json.loads(line) for line in (seen_run / "metrics.jsonl").read_text().splitlines()]
-    assert found == [(line["step"], pytest.approx(line["reward"])) for line in lines]
+    assert [step for step, _ in found] == [line["step"] for line in lines]
+    assert [value for _, value in found] == pytest.approx([line["reward"] for line in lines])
     assert len(lines) == 3
     written = gauges((seen_run / "metrics.prom").read_text())
     assert written["deltaloom_step"] == 3

@@ -142,7 +142,8 @@ def look_table(look: Look, trouble: str) -> RenderableType:
     published, dense = look.figures.published
     share = f"{published / dense:.1%} of dense" if dense else ""
     table.add_row("weights published", show_bytes(published), share)
-    lines = [Text(_head(look), style="bold"), table, Text(look.accounting.line())]
+    lines: list[RenderableType] = [Text(_head(look), style="bold"), table]
+    lines.append(Text(look.accounting.line()))
     if trouble:
         lines.append(Text(f"waiting: {trouble}", style="yellow"))
     return Group(*lines)

@@ -51,7 +51,7 @@ class WandbTracker:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / _POSITION_FILE
         position = _position(self._file)
-        self._id, self._last_step = position["id"], position["step"]
+        self._id, self._last_step = position
         self._run = wandb.init(
             project=config.project,
             name=config.name or folder.name,
@@ -79,12 +79,12 @@ class WandbTracker:
         self._wandb.teardown()
 
 
-def _position(path: Path) -> dict[str, Any]:
+def _position(path: Path) -> tuple[str, int]:
     """Id and newest step of the run that is gone on with; a new id where there is none."""
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return {"id": str(kept["id"]), "step": int(kept["step"])}
-    return {"id": uuid.uuid4().hex[:12], "step": 0}
+        return str(kept["id"]), int(kept["step"])
+    return uuid.uuid4().hex[:12], 0
 
 
 @hookimpl
