@@ -23,6 +23,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--force-device-scale-factor=1",
+    "--hide-scrollbars",
 )
 WAIT_SECONDS = 60
 
