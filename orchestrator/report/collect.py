@@ -73,8 +73,8 @@ def collect(source: ReportSource, *, versions: range | None = None) -> RunReport
     chosen = [i for i in infos if versions is None or i.version in versions]
     if not chosen:
         raise NotFoundError(
-            f"no version of {versions} on branch {source.branch!r} of "
-            f"{source.repository.location} is kept.",
+            f"branch {source.branch!r} of {source.repository.location} has no version"
+            f"{'' if versions is None else ' in that range'} to report on.",
             code=ErrorCode.VERSION_NOT_FOUND,
         )
     figures = figures_of(chosen)
