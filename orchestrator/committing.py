@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting
 from .batching import batch_to_columns, batch_values
+from .density import changed_by_kind
 from .driver import Committed
 from .interfaces import Trainer
 from .plugin_manager import Plugins
@@ -58,6 +59,7 @@ class Committer:
                 tables={
                     "ledger": ledger_table(outcome.rows),
                     "batch": (batch_values(outcome.batch), batch_to_columns(outcome.batch)),
+                    "rollouts": (outcome.rollouts.values, outcome.rollouts.columns),
                 },
                 state=(outcome.state.values, outcome.state.arrays) if outcome.state else None,
                 attributes={
@@ -67,8 +69,10 @@ class Committer:
                     "accounting": accounting.to_json(),
                     "config_digest": self._config_digest,
                     **outcome.attributes,
+                    "timing": dict(outcome.timing),
                     **self._first,
                 },
+                describe=lambda changes: {"changed": changed_by_kind(changes)},
             )
         except BaseException as error:
             self._hook.on_policy_error(version=outcome.step, error=error)

@@ -455,7 +455,11 @@ class Driver:
             step.outcome,
             committed,
             accounting=since(step.accounting, self._ledger.accounting()),
-            extra={"train_seconds": step.train_seconds, "commit_seconds": done.seconds},
+            extra={
+                **publish_times(step.outcome.timing),
+                "train_seconds": step.train_seconds,
+                "commit_seconds": done.seconds,
+            },
         )
         return VersionPublished(version=committed.version)
 
@@ -577,6 +581,14 @@ class Driver:
     def _output_kind(self, node: str) -> str:
         last = self._plan.chain_of(node)[-1]
         return self._pipeline.nodes[last].spec.output_kind.value
+
+
+def publish_times(timing: Mapping[str, float]) -> dict[str, float]:
+    """Seconds a step took to train, and from its end until now, when its version is committed."""
+    if not timing:
+        return {}
+    lag = max(0.0, time.time() - timing["trained_at"])
+    return {"train_seconds": timing["train_seconds"], "publish_lag_seconds": lag}
 
 
 def _result(done: Completion) -> Any:

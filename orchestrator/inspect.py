@@ -79,16 +79,7 @@ class StoredRun:
 
     def ledger(self, info: CommitInfo) -> list[Json]:
         """Rows of the groups a version closed; none for v0."""
-        if "ledger" not in info.record.tables:
-            return []
-        values, arrays = self.repository.read_table(info.snapshot_id, "ledger")
-        return [
-            {
-                **{name: column[row] for name, column in values.items()},
-                **{name: _plain(column[row]) for name, column in arrays.items()},
-            }
-            for row in range(len(values["group_id"]))
-        ]
+        return ledger_rows(self.repository, info)
 
     def show_group(self, group_id: str) -> Json:
         """A group's ledger row, the version that closed it, and its rollouts as trained.
@@ -145,7 +136,7 @@ class StoredRun:
         """Where the run stands: head, accounting, last metrics, whether a driver holds it."""
         head = self.repository.find_head(self.branch)
         accounting = accounting_from_json(head.attributes["accounting"]) if head else Accounting()
-        live = self._live_accounting(head)
+        live = live_accounting(self.run_dir.metrics_file, head)
         config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
         steps = config["pipeline"]["steps"]
         version = head.version if head else -1
@@ -163,17 +154,6 @@ class StoredRun:
             "accounting_line": (live or accounting).line(),
             "metrics": dict(head.attributes["metrics"]) if head else {},
         }
-
-    def _live_accounting(self, head: CommitInfo | None) -> Accounting | None:
-        """In flight and buffered rollouts as of the last line a running driver wrote."""
-        last = last_json_line(self.run_dir.metrics_file)
-        if last is None or head is None or last.get("version") != head.version:
-            return None
-        names = ("dispatched", "trained", "dropped", "invalid", "in_flight", "buffered")
-        reasons = head.attributes["accounting"]["reasons"]
-        return accounting_from_json(
-            {**{name: last[f"rollouts_{name}"] for name in names}, "reasons": reasons}
-        )
 
     def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
         low, high = sorted((before.version, after.version))
@@ -208,6 +188,33 @@ def _last_at_work(run: Path) -> float:
     """When one of a run's own files was last written: a resumed run is newer than it began."""
     files = (run, *run.glob("*.json*"), *run.glob("branches/*/*.json*"))
     return max(path.stat().st_mtime for path in files)
+
+
+def live_accounting(metrics_file: Path, head: CommitInfo | None) -> Accounting | None:
+    """In flight and buffered rollouts as of the last line a running driver wrote, None where
+    that line is not of the head."""
+    last = last_json_line(metrics_file)
+    if last is None or head is None or last.get("version") != head.version:
+        return None
+    names = ("dispatched", "trained", "dropped", "invalid", "in_flight", "buffered")
+    reasons = head.attributes["accounting"]["reasons"]
+    return accounting_from_json(
+        {**{name: last[f"rollouts_{name}"] for name in names}, "reasons": reasons}
+    )
+
+
+def ledger_rows(repository: PolicyRepository, info: CommitInfo) -> list[Json]:
+    """Rows of the groups a version closed; none for v0."""
+    if "ledger" not in info.record.tables:
+        return []
+    values, arrays = repository.read_table(info.snapshot_id, "ledger")
+    return [
+        {
+            **{name: column[row] for name, column in values.items()},
+            **{name: _plain(column[row]) for name, column in arrays.items()},
+        }
+        for row in range(len(values["group_id"]))
+    ]
 
 
 def version_line(info: CommitInfo) -> Json:

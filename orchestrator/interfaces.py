@@ -265,6 +265,16 @@ class DescribesPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparesLogprobs(Protocol):
+    """What a trainer offers that remembers how its logprobs differed from the engine's."""
+
+    def logprob_differences(self) -> npt.NDArray[np.float32]:
+        """float32 [S], one a token of the batch of the last step, in its order: the trainer's
+        logprob before the update minus the rollout's. Empty when nothing was trained."""
+        ...
+
+
 class Scorer(Component, Protocol):
     """Scores a group. Runs in a worker; what it raises becomes `invalid`, never reward 0."""
 

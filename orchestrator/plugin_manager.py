@@ -52,6 +52,9 @@ BUNDLED_PLUGINS = (
     "executors.dask_executor",
     "executors.local",
     "trackers.jsonl",
+    "trackers.prometheus",
+    "trackers.tensorboard",
+    "trackers.wandb",
 )
 
 KINDS = (

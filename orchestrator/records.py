@@ -69,8 +69,10 @@ class RunRecorder:
             self._run_dir.tasks_file,
             {
                 "task": str(result.task),
+                "role": self._pipeline.nodes[result.task.node].spec.role.value,
                 "attempt": result.attempt,
                 "worker": result.worker,
+                "time": round(time.time() - result.seconds, 6),
                 "started": round(started_seconds, 6),
                 "seconds": round(result.seconds, 6),
                 **result.metrics,
@@ -84,6 +86,7 @@ class RunRecorder:
                 "task": str(fault.task),
                 "attempt": fault.attempt,
                 "worker": fault.worker,
+                "time": round(time.time(), 6),
                 "fault": fault.reason,
                 "cause": fault.cause,
             },
@@ -93,7 +96,13 @@ class RunRecorder:
         reason = "" if isinstance(event, WorkerJoined) else event.reason
         kind = {WorkerJoined: "joined", WorkerLeft: "left"}.get(type(event), "refused")
         append_json_line(
-            self._run_dir.tasks_file, {"worker": event.worker, "event": kind, "reason": reason}
+            self._run_dir.tasks_file,
+            {
+                "worker": event.worker,
+                "event": kind,
+                "reason": reason,
+                "time": round(time.time(), 6),
+            },
         )
 
     def on_step(self, record: StepRecord) -> None:
@@ -148,8 +157,20 @@ def stored_line(info: CommitInfo) -> Mapping[str, Any]:
         "step": info.version,
         "time": datetime.fromisoformat(info.written_at).timestamp(),
         **info.attributes["metrics"],
+        **_stored_times(info),
         **_committed_fields(committed_of(info)),
         **{f"rollouts_{name}": n for name, n in accounting.items() if name != "reasons"},
+    }
+
+
+def _stored_times(info: CommitInfo) -> dict[str, float]:
+    timing = info.attributes.get("timing") or {}
+    if not timing:
+        return {}
+    written = datetime.fromisoformat(info.written_at).timestamp()
+    return {
+        "train_seconds": timing["train_seconds"],
+        "publish_lag_seconds": max(0.0, written - timing["trained_at"]),
     }
 
 

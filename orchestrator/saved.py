@@ -15,6 +15,9 @@ VERSION_ATTRIBUTES = ("accounting", "config_digest", "cursor", "metrics", "step"
 """Attributes of every version."""
 TRAINER_ATTRIBUTES = ("trainer",)
 """Further ones of every version, with trainers that describe their policies."""
+PUBLISHED_ATTRIBUTES = ("changed", "timing")
+"""Further ones of every version after 0: changed elements by kind of tensor, when it was trained
+and how long that took."""
 FIRST_ATTRIBUTES = ("config", "environment", "pipeline_source")
 """Further ones of version 0 and of the first version of a branch."""
 FORK_ATTRIBUTES = ("forked_from",)
@@ -78,6 +81,13 @@ def _in_the_store() -> Sequence[SavedItem]:
             use="accounting, refusing other data",
         ),
         SavedItem(
+            what="rollouts left out with the reason, expected answers, the trainer's logprobs "
+            "minus the engine's",
+            where="`rollouts`",
+            when="every version after 0",
+            use="people",
+        ),
+        SavedItem(
             what=f"attributes: {_names(VERSION_ATTRIBUTES)}",
             where="the commit",
             when="every version",
@@ -88,6 +98,12 @@ def _in_the_store() -> Sequence[SavedItem]:
             where="the commit",
             when="every version, from trainers that describe their policies",
             use="reading them: versions and delays of pipeline stages",
+        ),
+        SavedItem(
+            what=f"attributes: {_names(PUBLISHED_ATTRIBUTES)}",
+            where="the commit",
+            when="every version after 0",
+            use="people",
         ),
         SavedItem(
             what=f"attributes: {_names((*FIRST_ATTRIBUTES, *FORK_ATTRIBUTES))}",

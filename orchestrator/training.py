@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from .accounting import LedgerRow
 from .batching import build_batch
 from .errors import PluginError, RunErrorCode, boundary
 from .interfaces import Algorithm, DescribesPolicy, GroupAdvantages, Trainer
+from .rollout_table import RolloutTable, rollout_outcome, rollout_table, token_differences
 from .types import ScoredGroup, TrainBatch, TrainerState
 
 if TYPE_CHECKING:
@@ -25,11 +27,15 @@ Admission = Callable[[ScoredGroup, int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The end of a step: what became of its groups, and its metrics."""
+    """The end of a step: what became of its groups, and its metrics.
+
+    `timing` has `train_seconds` and `trained_at` (Unix time) where something was trained.
+    """
 
     step: int
     rows: tuple[LedgerRow, ...]
     metrics: Mapping[str, float]
+    timing: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ class StepOutcome(StepResult):
     batch: TrainBatch
     policy: PolicyTensors
     state: TrainerState | None
+    rollouts: RolloutTable
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,6 +66,7 @@ def train_step(
     `lost` gives the reason for those whose task was given up. Groups in neither `groups` nor
     `lost` were filtered by a node.
     """
+    started = time.time()
     refused = {item.group.id: reason for item in groups if (reason := admit(item, step))}
     admitted = [item for item in groups if item.group.id not in refused]
     with boundary(PluginError, f"algorithm {algorithm.name!r}, step {step}"):
@@ -70,6 +78,7 @@ def train_step(
         policy = trainer.policy()
         state = trainer.state() if with_state else None
         attributes = trainer_attributes(trainer)
+        differences = token_differences(trainer)
     by_id = {item.group.id: item for item in groups}
     decided = {
         item.group.id: advantage for item, advantage in zip(admitted, advantages, strict=True)
@@ -83,18 +92,22 @@ def train_step(
         )
         for group_id, row in open_rows.items()
     )
+    rollouts = rollout_table(groups, advantages=decided, refused=refused, differences=differences)
+    trained_at = time.time()
     return StepOutcome(
         step=step,
         batch=batch,
         rows=rows,
         policy=policy,
         state=state,
+        rollouts=rollouts,
         attributes=attributes,
         metrics={
             **group_metrics(groups, step=step),
             **trained_metrics(batch, groups, step=step),
             **metrics,
         },
+        timing={"train_seconds": trained_at - started, "trained_at": trained_at},
     )
 
 
@@ -115,17 +128,13 @@ def close_row(
         if reason:
             return _closed(row, invalid=row.num_rollouts, reasons={f"invalid: {reason}": 1})
         return _closed(row, dropped=row.num_rollouts, reasons={"drop: filtered": 1})
-    reasons: Counter[str] = Counter()
-    trained = 0
-    for index, score in enumerate(scored.scores):
-        if not score.is_value:
-            kind = "timeout: " if score.status == "timeout" else ""
-            reasons[f"invalid: {kind}{score.reason}"[:200]] += 1
-        elif advantages is not None and advantages.mask[index]:
-            trained += 1
-        else:
-            why = reason or (advantages.dropped if advantages is not None else "")
-            reasons[f"drop: {why or 'left out by the algorithm'}"] += 1
+    chosen = {} if advantages is None else {row.group_id: advantages}
+    outcomes = [
+        rollout_outcome(scored, index, chosen, {row.group_id: reason})
+        for index in range(len(scored.scores))
+    ]
+    reasons = Counter(outcome for outcome in outcomes if outcome)
+    trained = outcomes.count("")
     missing = row.num_rollouts - len(scored.scores)
     if missing:
         reasons["invalid: lost"] += missing

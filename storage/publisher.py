@@ -11,7 +11,7 @@ receivers who follow never load whole tensors. The codec's history starts anew a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from .bits import PolicyTensors, state_digest, tensor_digest
@@ -30,13 +30,15 @@ from .drafting import (
 from .errors import ConflictError, ErrorCode, InputError
 from .folds import FoldInfo, drop_fold, write_fold
 from .opening import DEFAULT_BRANCH
-from .packing import Arrays, Values
+from .packing import Arrays, Values, from_plain, to_plain
 from .rebuild import read_anchor, rebuild
 from .records import CommitInfo, DeltaInfo, VersionRef, record_to_text
 from .repository import PolicyRepository
 from .transaction import VersionContent, pack_payload, stale_parent
 from .tree import PackedGroup
 from .writer import BranchWriter
+
+Describe = Callable[[Changes], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +167,11 @@ class Publisher(BranchWriter):
         state: tuple[Values, Arrays] | None = None,
         attributes: Mapping[str, Any] | None = None,
         anchor: bool | None = None,
+        describe: Describe | None = None,
     ) -> CommitInfo:
         """Commit a version: weights, tables, trainer state and attributes, all or nothing.
 
+        `describe` makes further attributes from the changes, of a version that has a delta.
         `version` follows the head; the first is 0 and needs `state`. The arrays of `tensors`
         are kept as the next baseline and must not be changed afterwards. A version that is
         already committed with the same bits and tables is returned as it is.
@@ -191,6 +195,7 @@ class Publisher(BranchWriter):
                 version=version,
                 extras=extras,
                 anchor=anchor,
+                describe=describe,
             ),
             baseline,
         )
@@ -312,7 +317,7 @@ class Publisher(BranchWriter):
             delta=delta,
             num_changed=_num_changed(changes, request.tensors),
             is_anchor=self._is_anchor(request, baseline, delta),
-            extras=request.extras,
+            extras=_described(request, changes),
             owner=self._owner,
             writer_id=self._writer_id,
         )
@@ -410,6 +415,15 @@ class _Request:
     version: int
     extras: Extras
     anchor: bool | None
+    describe: Describe | None
+
+
+def _described(request: _Request, changes: Changes | None) -> Extras:
+    """The extras, with the attributes that are made of the changes."""
+    if changes is None or request.describe is None:
+        return request.extras
+    made = from_plain(to_plain(request.describe(changes), path="attributes"))
+    return replace(request.extras, attributes={**request.extras.attributes, **made})
 
 
 def _num_changed(changes: Changes | None, tensors: PolicyTensors) -> int:

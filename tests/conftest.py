@@ -5,9 +5,20 @@ How long examples take to draw says how busy the machine is, and is not judged.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from .report_support import run_to_look_at
 
 PATIENT = [HealthCheck.too_slow]
 settings.register_profile("repeatable", derandomize=True, suppress_health_check=PATIENT)
 settings.register_profile("explore", derandomize=False, suppress_health_check=PATIENT)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def seen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run to look at, not to change; see `run_to_look_at`."""
+    return run_to_look_at(tmp_path_factory.mktemp("seen"))

@@ -87,3 +87,4 @@ def test_the_wheel_contains_the_package_alone(tmp_path: Path) -> None:
     for part in ("storage", "orchestrator", "plugins", "pipelines"):
         assert f"deltaloom/{part}/__init__.py" in names
     assert "deltaloom/py.typed" in names
+    assert "deltaloom/orchestrator/report/templates/report.html.j2" in names

@@ -18,6 +18,7 @@ from deltaloom.orchestrator.run_dir import RunDir
 from deltaloom.orchestrator.saved import (
     FIRST_ATTRIBUTES,
     FORK_ATTRIBUTES,
+    PUBLISHED_ATTRIBUTES,
     VERSION_ATTRIBUTES,
     ledger_columns,
     saved_table,
@@ -159,7 +160,12 @@ def test_a_branch_with_other_options_keeps_them_and_replays_across_its_start(
     assert first.attributes["forked_from"]["version"] == 4
     assert first.attributes["config"]["train"]["optimizer"]["lr"] == 0.03
     assert first.state_version == 5
-    assert set(first.attributes) == {*VERSION_ATTRIBUTES, *FIRST_ATTRIBUTES, *FORK_ATTRIBUTES}
+    assert set(first.attributes) == {
+        *VERSION_ATTRIBUTES,
+        *PUBLISHED_ATTRIBUTES,
+        *FIRST_ATTRIBUTES,
+        *FORK_ATTRIBUTES,
+    }
     entry = json.loads((copied / "run.json").read_text())["history"][-1]
     assert entry["changed"] == ["train.optimizer.lr: 0.01 -> 0.03"]
     audit = audit_run(copied, branch="hot")
@@ -465,9 +471,9 @@ def test_the_table_of_what_is_saved_is_the_code_s_and_true(whole: Path) -> None:
     assert saved_table() in readme, "write saved_table() into the section 'What is saved'"
     stored = StoredRun(whole)
     third = stored.info("3")
-    assert set(third.attributes) == set(VERSION_ATTRIBUTES)
+    assert set(third.attributes) == {*VERSION_ATTRIBUTES, *PUBLISHED_ATTRIBUTES}
     assert set(stored.info("0").attributes) == {*VERSION_ATTRIBUTES, *FIRST_ATTRIBUTES}
-    assert set(third.record.tables) == {"batch", "ledger"}
+    assert set(third.record.tables) == {"batch", "ledger", "rollouts"}
     values, arrays = stored.repository.read_table(third.snapshot_id, "ledger")
     assert {*values, *arrays} == set(ledger_columns())
     names = {file.name for file in whole.iterdir()}

@@ -172,14 +172,19 @@ def test_a_rollout_across_an_update_is_as_old_as_its_oldest_token(tmp_path: Path
     """57 tokens of version 7 and 71 of version 8, for the step that trains version 9."""
     crossing = scored_group(step=10, versions=[7] * 57 + [8] * 71)
     assert (crossing.group.oldest_version, crossing.group.newest_version) == (7, 8)
-    assert "stale" in admission(tmp_path, max_staleness=1)(crossing)
-    assert admission(tmp_path, max_staleness=2)(crossing) == ""
-    assert admission(tmp_path, max_staleness=1)(scored_group(step=10, versions=[8] * 71)) == ""
+    assert "stale" in admission(tmp_path, max_staleness=1)(crossing, step=10)
+    assert admission(tmp_path, max_staleness=2)(crossing, step=10) == ""
+    assert (
+        admission(tmp_path, max_staleness=1)(scored_group(step=10, versions=[8] * 71), step=10)
+        == ""
+    )
 
 
 def test_a_group_from_a_newer_version_is_not_trained_on(tmp_path: Path) -> None:
-    assert "newer" in admission(tmp_path, max_staleness=1)(scored_group(step=10, versions=[10]))
-    assert admission(tmp_path, max_staleness=1)(scored_group(step=10, versions=[9])) == ""
+    assert "newer" in admission(tmp_path, max_staleness=1)(
+        scored_group(step=10, versions=[10]), step=10
+    )
+    assert admission(tmp_path, max_staleness=1)(scored_group(step=10, versions=[9]), step=10) == ""
 
 
 def test_the_run_last_at_work_is_meant_and_not_the_one_made_last(

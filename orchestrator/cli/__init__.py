@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from . import graph_commands, inspect_commands, run_commands, simulate_commands, store_commands
+from . import (
+    graph_commands,
+    inspect_commands,
+    report_commands,
+    run_commands,
+    simulate_commands,
+    store_commands,
+)
 from .output import guarded_main
 
 app = typer.Typer(
@@ -20,6 +27,7 @@ for module in (
     run_commands,
     graph_commands,
     inspect_commands,
+    report_commands,
     store_commands,
     simulate_commands,
 ):

@@ -69,7 +69,7 @@ def print_error(error: DeltaloomError) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document. NaN and infinities become null, so that any parser reads it."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str) + "\n")
+    sys.stdout.write(json.dumps(finite(value), indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def console() -> Console:
@@ -121,11 +121,12 @@ def show_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null for every number that JSON cannot hold."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ class MetricSums:
         self._sums: dict[str, tuple[float, float]] = {}
         self._loss = 0.0
         self._ratio_max = 0.0
+        self._differences: list[npt.NDArray[np.float32]] = []
 
     def add_output(self, output: LossOutput) -> None:
         """Add an algorithm's share of the loss and its own sums."""
@@ -27,6 +30,7 @@ class MetricSums:
         """Add what every algorithm shares; `distribution` [s, V] are logprobs, `logprobs` [s]."""
         trained = micro.mask.view(-1)[micro.places]
         difference = logprobs - micro.rollout_logprobs.view(-1)[micro.places]
+        self._differences.append(difference.cpu().numpy())
         ratio = difference.clamp(-20.0, 20.0).exp()
         probabilities = distribution.exp()
         entropy = -torch.special.xlogy(probabilities, probabilities).sum(dim=-1)
@@ -39,6 +43,10 @@ class MetricSums:
         ):
             self._add(name, float((values * trained).sum()), count)
         self._ratio_max = max(self._ratio_max, float((ratio * trained).max()))
+
+    def token_differences(self) -> npt.NDArray[np.float32]:
+        """Logprob of the current policy minus the rollout's, of every token added, in order."""
+        return np.concatenate([*self._differences, np.zeros(0, np.float32)], dtype=np.float32)
 
     def means(self) -> dict[str, float]:
         """Each metric's quotient, 0 where nothing was counted, with the loss itself."""

@@ -81,6 +81,7 @@ class TorchTrainer:
         self._policy_dtype = dtype_named(config.policy_dtype)
         self._seed = 0
         self._num_updates = 0
+        self._sums: MetricSums | None = None
         self._module: torch.nn.Module | None = None
 
     def initialize(self, *, seed: int) -> None:
@@ -121,17 +122,23 @@ class TorchTrainer:
         changes.
         """
         from ..torch_support.determinism import compute_threads, deterministic
-        from ..torch_support.metrics import empty_metrics
+        from ..torch_support.metrics import MetricSums, empty_metrics
 
+        self._sums = MetricSums()
         if not batch.num_trained_tokens:
             return empty_metrics()
         step = batch.policy_version
         metrics: Mapping[str, float] = {}
         with compute_threads(self._num_threads), deterministic(seed=self._seed, step=step):
             batch = self._with_old_logprobs(batch)
-            for _ in range(self._config.num_passes):
-                metrics = self._train_pass(self._prepared(batch))
+            for index in range(self._config.num_passes):
+                sums = MetricSums() if index else self._sums
+                metrics = self._train_pass(self._prepared(batch), sums)
         return {**metrics, "tokens": float(batch.num_trained_tokens), "empty": 0.0}
+
+    def logprob_differences(self) -> FloatArray:
+        """See `ComparesLogprobs`; empty before the first step."""
+        return np.zeros(0, np.float32) if self._sums is None else self._sums.token_differences()
 
     def state(self) -> TrainerState:
         """Masters, moments and schedule as copies."""
@@ -161,13 +168,11 @@ class TorchTrainer:
         """Let go of the weights."""
         self._module = None
 
-    def _train_pass(self, batch: TrainBatch) -> dict[str, float]:
+    def _train_pass(self, batch: TrainBatch, sums: MetricSums) -> dict[str, float]:
         """Gradients over the whole batch, and one optimizer step."""
-        from ..torch_support.metrics import MetricSums
         from ..torch_support.micro_batches import BatchTotals, micro_batches
 
         module = self.module
-        sums = MetricSums()
         module.zero_grad(set_to_none=True)
         for micro in micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts):
             self._accumulate(module, micro, BatchTotals.of(batch), sums)

@@ -1,0 +1,1 @@
+"""The report: a run, or two, as one HTML page that needs no network."""

@@ -1,0 +1,145 @@
+"""Gathers what a report shows of one run: from the store, and from the run's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...storage.errors import ErrorCode, NotFoundError
+from ..config import build_config
+from ..density import elements_by_kind
+from ..errors import PluginError
+from ..figures import Figures, figures_of
+from ..inspect import ledger_rows
+from .charts import byte_lines, chart_lines, density_heat
+from .lineage import BranchLine, branch_lines
+from .timeline import read_lines, run_times, timeline_of
+from .viewer import Viewer, choose_versions
+
+if TYPE_CHECKING:
+    from ...storage.records import CommitInfo
+    from ...storage.repository import PolicyRepository
+    from ..interfaces import Tokenizer
+    from ..plugin_manager import Plugins
+    from ..run_dir import RunDir
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSource:
+    """A branch to report on. `run_dir` is None where only the store is at hand."""
+
+    repository: PolicyRepository
+    branch: str
+    config: Mapping[str, Any]
+    run_dir: RunDir | None
+    plugins: Plugins
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its directory, else its store."""
+        if self.run_dir is not None:
+            return self.run_dir.path.name
+        parts = [part for part in self.repository.location.split("/") if part]
+        return "/".join(parts[-2:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What the page needs of one run. `data` is drawn by the page's script."""
+
+    name: str
+    branch: str
+    location: str
+    figures: Figures
+    config: Mapping[str, Any]
+    config_digest: str
+    environment: Mapping[str, Any]
+    branches: Sequence[BranchLine]
+    digests: Sequence[tuple[int, str, str]]
+    """(version, snapshot id, state digest) of the versions whose rollouts are shown, and the
+    first and last."""
+    timeline: Json | None
+    state_digests: Mapping[int, str]
+    data: Json = field(repr=False)
+
+
+def collect(source: ReportSource, *, versions: range | None = None) -> RunReport:
+    """Read a branch. Raises `NotFoundError` when none of the versions is kept."""
+    infos = [*reversed(source.repository.log(source.branch))]
+    setup = next((i for i in reversed(infos) if "config" in i.attributes), None)
+    chosen = [i for i in infos if versions is None or i.version in versions]
+    if not chosen:
+        raise NotFoundError(
+            f"branch {source.branch!r} of {source.repository.location} has no version"
+            f"{'' if versions is None else ' in that range'} to report on.",
+            code=ErrorCode.VERSION_NOT_FOUND,
+        )
+    figures = figures_of(chosen)
+    timeline = _timeline(source, chosen)
+    viewed = choose_versions(chosen)
+    listed = {info.version: info for info in (chosen[0], *viewed, chosen[-1])}
+    return RunReport(
+        name=source.name,
+        branch=source.branch,
+        location=source.repository.location,
+        figures=figures,
+        config=source.config,
+        config_digest=str(chosen[-1].attributes.get("config_digest", "")),
+        environment=setup.attributes.get("environment", {}) if setup else {},
+        branches=branch_lines(source.repository),
+        digests=[(v, i.snapshot_id, i.state_digest) for v, i in listed.items()],
+        timeline=timeline,
+        state_digests={info.version: info.state_digest for info in chosen},
+        data=_data(source, figures, viewed, chosen[-1], timeline),
+    )
+
+
+def _data(
+    source: ReportSource,
+    figures: Figures,
+    viewed: Sequence[CommitInfo],
+    last: CommitInfo,
+    timeline: Json | None,
+) -> Json:
+    specs, _ = source.repository.tensor_list(last)
+    viewer = Viewer(source.repository, tokenizer_of(source))
+    shown = [viewer.version(info, ledger_rows(source.repository, info)) for info in viewed]
+    return {
+        "name": source.name,
+        "branch": source.branch,
+        "lines": chart_lines(figures),
+        "bytes": byte_lines(figures),
+        "density": density_heat(figures, elements_by_kind(specs)),
+        "timeline": timeline,
+        "rollouts": shown,
+        "pieces": viewer.pieces,
+    }
+
+
+def _timeline(source: ReportSource, infos: Sequence[CommitInfo]) -> Json | None:
+    if source.run_dir is None:
+        return None
+    figures = figures_of(infos)
+    times = run_times(
+        {info.version: info.attributes.get("timing") or {} for info in infos},
+        dict(zip(figures.versions, figures.written_at, strict=True)),
+        read_lines(source.run_dir.metrics_file),
+    )
+    lag = int(source.config.get("pipeline", {}).get("max_staleness", 1))
+    return timeline_of(read_lines(source.run_dir.tasks_file), times, lag=lag)
+
+
+def tokenizer_of(source: ReportSource) -> Tokenizer | None:
+    """The tokenizer of the run's model; None where its plugin, or a library it needs, is absent."""
+    values = dict(source.config.get("model", {}))
+    name = values.pop("name", "")
+    try:
+        component = source.plugins.component("model", name)
+        model = component(build_config(component.Config, values, path="model"))
+        tokenizer: Tokenizer = model.tokenizer()
+    except PluginError:
+        return None
+    return tokenizer
