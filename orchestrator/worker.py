@@ -114,7 +114,7 @@ class TaskRunner:
         options = node.options
         first = spec.task.shard * options.prompts_per_task
         prompts = tuple(inputs[0][first : first + options.prompts_per_task])
-        waited = self._weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
+        arrival = self._weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
         request = GenerateRequest(
             prompts=prompts,
             group_size=options.group_size,
@@ -145,7 +145,8 @@ class TaskRunner:
             items=groups,
             metrics={
                 "generate_seconds": seconds,
-                "weights_seconds": waited,
+                "weights_seconds": arrival.total_seconds,
+                "activate_seconds": arrival.pause_seconds,
                 "num_tokens": float(num_tokens),
             },
         )

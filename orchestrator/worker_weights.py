@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..storage.codec import DeltaCodec
@@ -16,6 +17,14 @@ from .interfaces import Engine, WeightUpdate
 def codec_lookup(classes: Mapping[str, type[Any]]) -> Mapping[str, DeltaCodec]:
     """An instance of every codec with its default options; decoding needs no others."""
     return {name: codec(codec.Config()) for name, codec in classes.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What it took to hold a version: in all, and while the engine could not generate."""
+
+    total_seconds: float
+    pause_seconds: float
 
 
 class WorkerWeights:
@@ -31,13 +40,13 @@ class WorkerWeights:
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
 
-    def ensure(self, version: int, *, snapshot_id: str) -> float:
-        """Have the engine hold exactly this version; returns the seconds it took.
+    def ensure(self, version: int, *, snapshot_id: str) -> Arrival:
+        """Have the engine hold exactly this version.
 
         Raises `SequenceError` when the store's version of that number is another snapshot.
         """
         if snapshot_id == self._snapshot_id:
-            return 0.0
+            return Arrival(total_seconds=0.0, pause_seconds=0.0)
         started = time.monotonic()
         subscriber = self._follow()
         staged = subscriber.stage(version)
@@ -47,6 +56,7 @@ class WorkerWeights:
                 f"but the task asks for {snapshot_id}.",
                 code=ErrorCode.WRONG_BASE,
             )
+        paused = time.monotonic()
         activation = subscriber.activate(staged)
         self.engine.activate(
             WeightUpdate(
@@ -57,7 +67,8 @@ class WorkerWeights:
             )
         )
         self._snapshot_id = snapshot_id
-        return time.monotonic() - started
+        ended = time.monotonic()
+        return Arrival(total_seconds=ended - started, pause_seconds=ended - paused)
 
     def _follow(self) -> Subscriber:
         if self._subscriber is None:

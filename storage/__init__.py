@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .sharded_publisher import ShardCoordinator, ShardPublisher
     from .sharding import plan_transfer
     from .subscriber import Activation, StagedVersion, Subscriber
+    from .transfer import TransferCounts, TransferOptions
     from .verify import VerifyReport
 
 _MODULES = {
@@ -36,6 +37,8 @@ _MODULES = {
     "StagedVersion": "subscriber",
     "Subscriber": "subscriber",
     "TensorSpec": "bits",
+    "TransferCounts": "transfer",
+    "TransferOptions": "transfer",
     "VerifyReport": "verify",
     "VersionRef": "records",
     "export_safetensors": "export",
@@ -62,6 +65,8 @@ __all__ = [
     "StagedVersion",
     "Subscriber",
     "TensorSpec",
+    "TransferCounts",
+    "TransferOptions",
     "VerifyReport",
     "VersionRef",
     "export_safetensors",

@@ -77,7 +77,7 @@ def classify(error: BaseException) -> Cause:
     return Cause.CORRUPT if damaged else Cause.UNAVAILABLE
 
 
-_BACKEND_ERRORS: Final = (
+BACKEND_ERRORS: Final = (
     icechunk.IcechunkError,
     icechunk.ConflictError,
     OSError,
@@ -108,7 +108,7 @@ def translated(
         yield
     except StorageError:
         raise
-    except _BACKEND_ERRORS as error:
+    except BACKEND_ERRORS as error:
         cause = classify(error)
         if cause is Cause.ABSENT:
             raise absent(_message(action, location, error), code=absent_code) from error

@@ -1,9 +1,11 @@
 """Following deltas: fold a chain onto a base, and check the result over all tensors.
 
-A link is a version's delta with its payload. Links are decoded in order; all but the last are
-applied to copies of the tensors they touch, the last is only decoded, so that following a
-single delta copies one tensor at a time. The codec's history starts anew at an anchor and where
-the codec changes, and every link names the digest its history must have.
+A link is a delta with its payload: a version's own, or a stored fold that stands for several.
+A single delta is only decoded, so that following the head copies one tensor at a time. Of a
+longer chain each link is decoded once and written into one working copy. The codec's history
+starts anew at an anchor, at a fold and where the codec changes. Every payload has its digest and
+every base its name in the records; the history's digest is checked at both ends of a chain and
+the tensors' at its target: what lies between cannot be wrong and still lead there.
 """
 
 from __future__ import annotations
@@ -11,71 +13,84 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .bits import BitArray, PolicyTensors, TensorSpec, state_digest, tensor_digest, uint_dtype
-from .codec import Change, Changes, DeltaCodec, History, apply_changes, diff
+from .codec import Change, Changes, DeltaCodec, History, apply_changes, diff, load_history
 from .errors import ErrorCode, FormatError, IntegrityError, SequenceError
+from .packing import Arrays
 from .records import CommitInfo, DeltaInfo
 from .sharded_codec import ShardedCodec
+from .shares import Shares, cut_digest, whole_tensors
 
 CodecLookup = Callable[[str, int], DeltaCodec] | Mapping[str, DeltaCodec]
 """Codecs by name and version, or a mapping by name."""
+
+
+CodecKey = tuple[str, int, str]
+ONE_PAYLOAD: Final = "1"
+"""The last part of the key of deltas that one publisher writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecState:
     """A codec with the history it has at some version of some chain.
 
-    `key` is the codec's name and version and the number of payloads a delta has: a history
-    goes on only while all three stay.
+    `key` is the codec's name and version and how a delta is shared among ranks: a history goes
+    on only while all three stay.
     """
 
-    key: tuple[str, int, int]
+    key: CodecKey
     codec: DeltaCodec
     history: History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A version and its delta's payload."""
+    """A version and a payload that leads to it.
+
+    `carried` is None for the version's own delta. A fold starts from a new history and carries
+    the one that the receiver has afterwards, whose digest is `carried_digest` and for which
+    `carried_bytes` were fetched. `shares` are those of a delta of several ranks in which
+    tensors are cut; with `share`, the payload is that rank's alone.
+    """
 
     info: CommitInfo
     payload: bytes
+    carried: Arrays | None = None
+    carried_digest: str = ""
+    carried_bytes: int = 0
+    shares: Shares | None = None
+    share: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What was fetched for it."""
+        return len(self.payload) + self.carried_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A folded chain: `last` takes `before_last` to the target.
+    """What a chain leads to: `tensors` with `pending` written into them.
 
-    `touched` are the tensors that `before_last` does not share with the base; `state` is the
-    codec state before `last`, `owns_history` whether its history is not the base's, `resets`
-    whether the target starts a new one.
+    `start` is what it was folded onto. `tensors` are the same, with a single delta pending, or
+    a copy with every delta written and none pending. `state` is the codec state at the target.
     """
 
-    before_last: PolicyTensors
-    last: Changes
-    touched: frozenset[str]
+    start: PolicyTensors
+    tensors: PolicyTensors
+    pending: Changes
     state: CodecState
-    resets: bool
-    owns_history: bool
 
-    def advanced(self, *, keep_base: bool = False) -> CodecState:
-        """The codec state at the target. Call once: it moves the history in place.
 
-        With `keep_base` the history of the base is left as it is, for a target that may never
-        become active.
-        """
-        codec, history = self.state.codec, self.state.history
-        if self.resets:
-            history = codec.start_history(self.before_last.specs)
-        else:
-            if keep_base and not self.owns_history:
-                history = copy.deepcopy(history)
-            codec.advance(history, self.before_last, self.last)
-        return CodecState(key=self.state.key, codec=codec, history=history)
+def codec_key(name: str, version: int, delta: DeltaInfo | None) -> CodecKey:
+    """What has to stay for a history to go on from one delta to the next."""
+    if delta is None or delta.num_shards == 1:
+        return name, version, ONE_PAYLOAD
+    return name, version, f"{delta.num_shards} {delta.shares_digest}"
 
 
 def find_codec(codecs: CodecLookup, *, name: str, version: int, package: str) -> DeltaCodec:
@@ -90,44 +105,47 @@ def find_codec(codecs: CodecLookup, *, name: str, version: int, package: str) ->
 
 
 def fold(
-    base: PolicyTensors, links: Sequence[Link], *, state: CodecState | None, codecs: CodecLookup
+    base: PolicyTensors,
+    links: Sequence[Link],
+    *,
+    state: CodecState | None,
+    codecs: CodecLookup,
+    owned: bool = False,
 ) -> Folded:
-    """Decode at least one link onto `base`, which is left as it is.
+    """Decode at least one link onto `base`.
 
-    `state` is the codec state at the base, None just after an anchor; its history is copied
-    before it is moved. Raises `SequenceError` (WRONG_BASE) where a history does not fit,
+    `state` is the codec state at the base, None just after an anchor. With `owned`, `base` and
+    `state` are the caller's to give away and are written to, also if the fold fails; otherwise
+    they are left as they are. Raises `SequenceError` (WRONG_BASE) where a history does not fit,
     `IntegrityError` for a payload that cannot be decoded, `FormatError` for an unknown codec.
     """
-    tensors, touched = base, frozenset[str]()
-    owned = False
-    for link in links[:-1]:
-        state = _state_for(link.info, tensors.specs, state, codecs)
-        changes = _decode(link, tensors, state)
-        if not owned:
-            history = copy.deepcopy(state.history)
-            state = CodecState(key=state.key, codec=state.codec, history=history)
-        state = _after(link.info, tensors, changes, state)
-        tensors = _applied(tensors, changes, owned_names=touched)
-        touched, owned = touched | changes.keys(), True
-    last = links[-1]
-    state = _state_for(last.info, tensors.specs, state, codecs)
-    return Folded(
-        before_last=tensors,
-        last=_decode(last, tensors, state),
-        touched=touched,
-        state=state,
-        resets=last.info.is_anchor,
-        owns_history=owned,
-    )
+    given = None if owned else state
+    if len(links) == 1 and not owned:
+        found, changes = _decode(links[0], base, state, codecs, check_history=True)
+        after = _after(links[0], base, changes, found, given=given)
+        return Folded(start=base, tensors=base, pending=changes, state=after)
+    bits, copied = dict(base.bits), set(base.bits) if owned else set[str]()
+    working = PolicyTensors(specs=base.specs, bits=bits)
+    for link in links:
+        at_an_end = link is links[0] or link is links[-1]
+        found, changes = _decode(link, working, state, codecs, check_history=at_an_end)
+        state = _after(link, working, changes, found, given=given)
+        for name in changes.keys() - copied:
+            bits[name] = bits[name].copy()
+        copied |= changes.keys()
+        apply_changes(bits, changes)
+    assert state is not None
+    return Folded(start=base, tensors=working, pending={}, state=state)
 
 
-def check_target(folded: Folded, info: CommitInfo) -> None:
+def check_target(folded: Folded, info: CommitInfo, *, shares: Shares | None = None) -> None:
     """Compare every tensor of the target, changed or not, with the committed digests.
 
-    Raises `IntegrityError` (DIGEST_MISMATCH) naming the first tensor that differs.
+    `shares` are those the version was published in, if its tensors are cut. Raises
+    `IntegrityError` (DIGEST_MISMATCH) naming the first tensor that differs.
     """
-    specs = folded.before_last.specs
-    found = {spec.name: _target_digest(folded, spec) for spec in specs}
+    specs = folded.tensors.specs
+    found = {spec.name: _target_digest(folded, spec, shares) for spec in specs}
     if state_digest(specs, found) == info.state_digest:
         return
     expected = info.tensor_digests
@@ -140,16 +158,22 @@ def check_target(folded: Folded, info: CommitInfo) -> None:
     )
 
 
-def total_changes(base: PolicyTensors, folded: Folded) -> Changes:
-    """What differs between the base and the target of a fold."""
-    if not folded.touched:
-        return folded.last
-    return diff(base, target_of(folded))
+def total_changes(folded: Folded) -> Changes:
+    """What differs between the start and the target of a fold that left the start alone."""
+    if folded.tensors is folded.start:
+        return folded.pending
+    return diff(folded.start, folded.tensors)
 
 
 def target_of(folded: Folded) -> PolicyTensors:
-    """The target state; shares the tensors that `last` leaves alone."""
-    return _applied(folded.before_last, folded.last, owned_names=frozenset())
+    """The target state; shares the tensors that nothing is pending for."""
+    if not folded.pending:
+        return folded.tensors
+    bits = dict(folded.tensors.bits)
+    for name in folded.pending:
+        bits[name] = bits[name].copy()
+    apply_changes(bits, folded.pending)
+    return PolicyTensors(specs=folded.tensors.specs, bits=bits)
 
 
 def check_link(info: CommitInfo, *, base_digest: str) -> DeltaInfo:
@@ -175,67 +199,94 @@ def check_link(info: CommitInfo, *, base_digest: str) -> DeltaInfo:
 
 
 def _state_for(
-    info: CommitInfo,
-    specs: tuple[TensorSpec, ...],
-    state: CodecState | None,
-    codecs: CodecLookup,
+    link: Link, specs: tuple[TensorSpec, ...], state: CodecState | None, codecs: CodecLookup
 ) -> CodecState:
-    record = info.record
-    num_shards = record.delta.num_shards if record.delta else 1
-    key = (record.codec_name, record.codec_version, num_shards)
-    if state is not None and state.key == key:
+    """The state to decode a link with: the one reached so far, or a new one."""
+    record = link.info.record
+    key = codec_key(record.codec_name, record.codec_version, record.delta)
+    if state is not None and state.key == key and link.carried is None:
         return state
     codec = find_codec(codecs, name=key[0], version=key[1], package=record.codec_package)
-    if num_shards > 1:
-        codec = ShardedCodec(codec, num_shards=num_shards)
+    if key[2] != ONE_PAYLOAD and link.share is None:
+        num_ranks = record.delta.num_shards if record.delta else 1
+        codec = ShardedCodec(codec, shares=link.shares or whole_tensors(specs, num_ranks=num_ranks))
     return CodecState(key=key, codec=codec, history=codec.start_history(specs))
 
 
-def _decode(link: Link, tensors: PolicyTensors, state: CodecState) -> Changes:
-    delta = link.info.record.delta
-    found = state.history.digest()
-    if delta is not None and delta.history_digest != found:
-        raise SequenceError(
-            f"version {link.info.version} needs codec history {delta.history_digest}, "
-            f"found {found}.",
-            code=ErrorCode.WRONG_BASE,
-            remedy="Load the newest anchor and follow from there.",
-        )
+def _decode(
+    link: Link,
+    tensors: PolicyTensors,
+    state: CodecState | None,
+    codecs: CodecLookup,
+    *,
+    check_history: bool,
+) -> tuple[CodecState, Changes]:
+    """The state a link was decoded with, and its changes, fit to be written."""
+    state = _state_for(link, tensors.specs, state, codecs)
+    if check_history and link.carried is None and link.share is None:
+        _check_history(link.info, state.history)
     changes = state.codec.decode(link.payload, tensors, history=state.history)
     by_name = {spec.name: spec for spec in tensors.specs}
     for name, change in changes.items():
         _check_change(name, change, by_name.get(name), version=link.info.version)
-    return changes
+    return state, changes
+
+
+def _check_history(info: CommitInfo, history: History) -> None:
+    delta, found = info.record.delta, history.digest()
+    if delta is not None and delta.history_digest != found:
+        raise SequenceError(
+            f"version {info.version} needs codec history {delta.history_digest}, found {found}.",
+            code=ErrorCode.WRONG_BASE,
+            remedy="Load the newest anchor and follow from there.",
+        )
 
 
 def _after(
-    info: CommitInfo, tensors: PolicyTensors, changes: Changes, state: CodecState
+    link: Link,
+    tensors: PolicyTensors,
+    changes: Changes,
+    state: CodecState,
+    *,
+    given: CodecState | None,
 ) -> CodecState:
-    if info.is_anchor:
-        history = state.codec.start_history(tensors.specs)
-        return CodecState(key=state.key, codec=state.codec, history=history)
-    state.codec.advance(state.history, tensors, changes)
-    return state
+    """The state after a link, before its changes are written; `given` is left as it is."""
+    codec, history = state.codec, state.history
+    if link.info.is_anchor:
+        history = codec.start_history(tensors.specs)
+    elif link.carried is not None:
+        history = _carried_history(link, link.carried, codec, tensors.specs)
+    else:
+        if state is given:
+            history = copy.deepcopy(history)
+        codec.advance(history, tensors, changes)
+    return CodecState(key=state.key, codec=codec, history=history)
 
 
-def _applied(
-    tensors: PolicyTensors, changes: Changes, *, owned_names: frozenset[str]
-) -> PolicyTensors:
-    bits = dict(tensors.bits)
-    for name in changes:
-        bits[name] = bits[name] if name in owned_names else bits[name].copy()
-    apply_changes(bits, changes)
-    return PolicyTensors(specs=tensors.specs, bits=bits)
+def _carried_history(
+    link: Link, arrays: Arrays, codec: DeltaCodec, specs: tuple[TensorSpec, ...]
+) -> History:
+    history = load_history(codec, specs, arrays)
+    if history.digest() != link.carried_digest:
+        raise IntegrityError(
+            f"the fold to version {link.info.version} carries history {history.digest()}, "
+            f"expected {link.carried_digest}.",
+            code=ErrorCode.DIGEST_MISMATCH,
+            remedy="Follow the deltas instead.",
+        )
+    return history
 
 
-def _target_digest(folded: Folded, spec: TensorSpec) -> str:
-    array = folded.before_last.bits[spec.name]
-    change = folded.last.get(spec.name)
-    if change is None:
+def _target_digest(folded: Folded, spec: TensorSpec, shares: Shares | None) -> str:
+    array = folded.tensors.bits[spec.name]
+    change = folded.pending.get(spec.name)
+    if change is not None:
+        scratch: dict[str, BitArray] = {spec.name: array.copy()}
+        apply_changes(scratch, {spec.name: change})
+        array = scratch[spec.name]
+    if shares is None or not shares.is_cut(spec.name):
         return tensor_digest(array)
-    scratch: dict[str, BitArray] = {spec.name: array.copy()}
-    apply_changes(scratch, {spec.name: change})
-    return tensor_digest(scratch[spec.name])
+    return cut_digest(array, shares.pieces[spec.name])
 
 
 def _check_change(name: str, change: Change, spec: TensorSpec | None, *, version: int) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from .bits import BitArray, PolicyTensors, TensorSpec
+from .scatter import scatter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class Change:
 
 Changes = Mapping[str, Change]
 """Changes by tensor name; a tensor that is absent did not change."""
+
+
+NO_HISTORY: Final = "none"
+"""The digest of a history that remembers nothing."""
 
 
 class History(Protocol):
@@ -90,6 +95,40 @@ class DeltaCodec(Protocol):
         ...
 
 
+@runtime_checkable
+class PortableHistories(Protocol):
+    """A codec whose histories can be stored, so that a receiver may join a chain midway.
+
+    `load_history(specs, dump_history(h))` has the digest of `h` and decodes what `h` decodes.
+    """
+
+    def dump_history(self, history: History) -> Mapping[str, npt.NDArray[Any]]:
+        """A history as named arrays of bool, integer or floating dtypes; small if it can be."""
+        ...
+
+    def load_history(
+        self, specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> History:
+        """Inverse of `dump_history`. Raises `IntegrityError` for arrays it never makes."""
+        ...
+
+
+def dump_history(codec: DeltaCodec, history: History) -> Mapping[str, npt.NDArray[Any]] | None:
+    """A history as arrays, none of them for codecs without one; None if it cannot be stored."""
+    if history.digest() == NO_HISTORY:
+        return {}
+    return codec.dump_history(history) if isinstance(codec, PortableHistories) else None
+
+
+def load_history(
+    codec: DeltaCodec, specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]
+) -> History:
+    """Inverse of `dump_history`; a codec that cannot gives a new history."""
+    if not arrays or not isinstance(codec, PortableHistories):
+        return codec.start_history(specs)
+    return codec.load_history(specs, arrays)
+
+
 def diff(old: PolicyTensors, new: PolicyTensors) -> dict[str, Change]:
     """The elements whose bits differ, tensor by tensor; unchanged tensors are absent."""
     changes: dict[str, Change] = {}
@@ -103,10 +142,13 @@ def diff(old: PolicyTensors, new: PolicyTensors) -> dict[str, Change]:
 
 
 def apply_changes(bits: dict[str, BitArray], changes: Changes) -> None:
-    """Write changes into arrays in place. The arrays must be writable and C-contiguous."""
+    """Write changes into arrays in place. The arrays must be writable and C-contiguous, and
+    indices within them: nothing checks that any more."""
+    writes = []
     for name, change in changes.items():
         flat = bits[name].reshape(-1)
         if change.indices is None:
             flat[:] = change.values
         else:
-            flat[change.indices] = change.values
+            writes.append((flat, change.indices, change.values))
+    scatter(writes)

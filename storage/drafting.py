@@ -10,9 +10,13 @@ from typing import Any, Protocol
 from .bits import TensorSpec
 from .codec import DeltaCodec
 from .errors import ErrorCode, InputError, SequenceError
-from .layout import DELTA_GROUP, shard_group
+from .layout import DELTA_GROUP, check_table, shard_group
+from .packing import Arrays, Values, from_plain, to_plain
 from .records import CommitInfo, DeltaInfo, VersionRecord, VersionRef
-from .tree import PackedGroup
+from .tree import PackedGroup, pack_group
+
+Tables = Mapping[str, tuple[Values, Arrays]]
+"""Values and arrays of each table, by name."""
 
 
 class SelectAnchor(Protocol):
@@ -21,6 +25,15 @@ class SelectAnchor(Protocol):
     def __call__(
         self, *, version: int, last_anchor: int, chain_bytes: int, anchor_bytes: int
     ) -> bool | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a version has besides weights, ready to be written."""
+
+    tables: Mapping[str, PackedGroup]
+    state: PackedGroup | None
+    attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +49,20 @@ class Draft:
     delta: DeltaInfo | None
     num_changed: int
     is_anchor: bool
-    tables: Mapping[str, PackedGroup]
-    state: PackedGroup | None
-    attributes: Mapping[str, Any]
+    extras: Extras
     owner: str
     writer_id: str
+
+
+def pack_extras(
+    tables: Tables | None, state: tuple[Values, Arrays] | None, attributes: Mapping[str, Any] | None
+) -> Extras:
+    """Tables, trainer state and attributes as `publish` is given them. Raises `InputError`."""
+    return Extras(
+        tables={check_table(name): pack_group(*table) for name, table in (tables or {}).items()},
+        state=pack_group(*state) if state is not None else None,
+        attributes=from_plain(to_plain(attributes or {}, path="attributes")),
+    )
 
 
 def draft_record(draft: Draft) -> VersionRecord:
@@ -63,12 +85,12 @@ def draft_record(draft: Draft) -> VersionRecord:
         num_changed=draft.num_changed,
         num_elements=sum(spec.num_elements for spec in draft.specs),
         state_digest=draft.state_digest,
-        tables={name: table.digest for name, table in draft.tables.items()},
+        tables={name: table.digest for name, table in draft.extras.tables.items()},
         trainer_digest=trainer_digest,
         owner=draft.owner,
         writer_id=draft.writer_id,
         written_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        attributes=draft.attributes,
+        attributes=draft.extras.attributes,
     )
 
 
@@ -154,8 +176,8 @@ def stale_groups(
 
 
 def _trainer_state(draft: Draft) -> tuple[int, str]:
-    if draft.state is not None:
-        return draft.version, draft.state.digest
+    if draft.extras.state is not None:
+        return draft.version, draft.extras.state.digest
     if draft.parent is None:
         raise InputError(
             "the first version must be published with the trainer's state, got state=None.",

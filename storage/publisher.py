@@ -10,37 +10,47 @@ receivers who follow never load whole tensors. The codec's history starts anew a
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from .bits import PolicyTensors, state_digest, tensor_digest
-from .chain import CodecLookup, CodecState
+from .chain import CodecLookup, CodecState, codec_key
 from .codec import Changes, DeltaCodec
-from .drafting import Draft, SelectAnchor, check_sequence, decide_anchor, draft_record, stale_groups
+from .drafting import (
+    Draft,
+    Extras,
+    SelectAnchor,
+    Tables,
+    check_sequence,
+    draft_record,
+    pack_extras,
+    stale_groups,
+)
 from .errors import ConflictError, ErrorCode, InputError
-from .layout import check_table
+from .folds import FoldInfo, drop_fold, write_fold
 from .opening import DEFAULT_BRANCH
-from .packing import Arrays, Values, from_plain, to_plain
-from .rebuild import links_since, rebuild
-from .records import CommitInfo, DeltaInfo, VersionRef, record_to_text
+from .packing import Arrays, Values
+from .rebuild import read_anchor, rebuild
+from .records import CommitInfo, DeltaInfo, record_to_text
 from .repository import PolicyRepository
 from .transaction import VersionContent, pack_payload, stale_parent
-from .tree import PackedGroup, pack_group
-
-Tables = Mapping[str, tuple[Values, Arrays]]
+from .tree import PackedGroup
+from .writer import BranchWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Baseline:
-    """What the next delta starts from: the committed head, its tensors, digests and history."""
+    """What the next delta starts from: the committed head, its tensors, digests and history.
+
+    `anchor` are the tensors of the newest anchor, where folds are written and they are at hand.
+    """
 
     info: CommitInfo
     tensors: PolicyTensors
     state: CodecState
     chain_bytes: int
+    anchor: PolicyTensors | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +62,7 @@ class _Staged:
     changes: Changes | None
 
 
-class Publisher:
+class Publisher(BranchWriter):
     """Publishes policy versions to one branch, and is the only one to do so."""
 
     def __init__(
@@ -64,33 +74,39 @@ class Publisher:
         owner: str = "publisher",
         anchor_every: int = 50,
         max_chain_ratio: float = 1.0,
+        fold_every: int = 0,
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
     ) -> None:
         """Takes the branch; its head, if it has one, is loaded by the first publish.
 
-        `codecs` are needed to rebuild a head written with another codec. `faults` is called
+        `fold_every` versions after an anchor, and after as many more, a fold of all deltas since
+        the anchor is stored for those who join late, if it is smaller than they are; 0 stores
+        none. It takes a copy of the anchor's tensors in memory. `codecs` are needed to rebuild a
+        head written with another codec. `faults` is called
         with "encoded", "staged", "written" and "committed" as a publish passes them; what it
         raises ends the publish there. Raises `ConflictError` (WRITER_FENCED).
         """
-        if anchor_every < 1:
+        if fold_every < 0:
             raise InputError(
-                f"anchor_every must be at least 1, got {anchor_every}.",
+                f"fold_every must be at least 0, got {fold_every}.",
                 code=ErrorCode.INVALID_ARGUMENT,
             )
-        self._repository = repository
-        self._branch = branch
-        self._codec = codec
+        super().__init__(
+            repository,
+            codec=codec,
+            branch=branch,
+            owner=owner,
+            anchor_every=anchor_every,
+            max_chain_ratio=max_chain_ratio,
+            select_anchor=select_anchor,
+        )
         self._codecs: CodecLookup = codecs if codecs is not None else {codec.name: codec}
-        self._owner = owner
-        self._writer_id = uuid.uuid4().hex
-        self._anchor_every = anchor_every
-        self._max_chain_ratio = max_chain_ratio
-        self._select_anchor = select_anchor
+        self._fold_every = fold_every
+        self._fold: FoldInfo | None = None
         self._faults = faults if faults is not None else _no_fault
         self._baseline: _Baseline | None = None
-        self._fence = repository.fence(branch, owner=owner)
 
     @classmethod
     def resume(
@@ -102,6 +118,7 @@ class Publisher:
         owner: str = "publisher",
         anchor_every: int = 50,
         max_chain_ratio: float = 1.0,
+        fold_every: int = 0,
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
@@ -117,6 +134,7 @@ class Publisher:
             owner=owner,
             anchor_every=anchor_every,
             max_chain_ratio=max_chain_ratio,
+            fold_every=fold_every,
             select_anchor=select_anchor,
             codecs=codecs,
             faults=faults,
@@ -127,10 +145,6 @@ class Publisher:
             publisher.close()
             raise
         return publisher
-
-    @property
-    def branch(self) -> str:
-        return self._branch
 
     @property
     def head(self) -> CommitInfo | None:
@@ -163,10 +177,10 @@ class Publisher:
         `BackendError` if the disk or network refused. After any of them the store is as
         before, and the same call may be repeated.
         """
-        packed = {check_table(name): pack_group(*table) for name, table in (tables or {}).items()}
+        extras = pack_extras(tables, state, attributes)
         digests = {spec.name: tensor_digest(tensors.bits[spec.name]) for spec in tensors.specs}
         baseline = self._synchronized()
-        committed = self._committed(tensors, digests, packed, version=version)
+        committed = self._committed(tensors, digests, extras.tables, version=version)
         if committed is not None:
             return committed
         check_sequence(version, head=baseline.info.version if baseline else -1)
@@ -175,9 +189,7 @@ class Publisher:
                 tensors=tensors,
                 digests=digests,
                 version=version,
-                tables=packed,
-                state=pack_group(*state) if state is not None else None,
-                attributes=from_plain(to_plain(attributes or {}, path="attributes")),
+                extras=extras,
                 anchor=anchor,
             ),
             baseline,
@@ -186,22 +198,9 @@ class Publisher:
         info = self._commit(staged.content)
         self._faults("committed")
         self._advance(staged, info)
+        if self._fold_every and (version - info.anchor_version) % self._fold_every == 0:
+            self._write_fold()
         return info
-
-    def close(self) -> None:
-        """Let another publisher have the branch. Safe to call twice."""
-        self._fence.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _synchronized(self) -> _Baseline | None:
         """The baseline at the branch's head, rebuilt if the head is not the one we hold.
@@ -229,18 +228,17 @@ class Publisher:
 
     def _rebuild(self, head: CommitInfo) -> _Baseline:
         rebuilt = rebuild(self._repository, head, self._codecs)
-        anchor = VersionRef(version=head.anchor_version, snapshot_id="")
-        chain = links_since(self._repository, head, anchor)
         return _Baseline(
             info=head,
             tensors=rebuilt.tensors,
             state=self._own_state(rebuilt.state, rebuilt.tensors),
-            chain_bytes=sum(info.payload_bytes for info in chain),
+            chain_bytes=self._chain_bytes(head),
         )
 
     def _own_state(self, state: CodecState | None, tensors: PolicyTensors) -> CodecState:
         """The state if it is of our codec, else a new history: receivers do the same."""
-        codec, key = self._codec, (self._codec.name, self._codec.version, 1)
+        codec = self._codec
+        key = codec_key(codec.name, codec.version, None)
         if state is not None and state.key == key:
             return CodecState(key=key, codec=codec, history=state.history)
         return CodecState(key=key, codec=codec, history=codec.start_history(tensors.specs))
@@ -289,9 +287,9 @@ class Publisher:
             digests=request.digests,
             anchor=request.tensors if draft.is_anchor else None,
             delta=payload,
-            tables=request.tables,
-            state=request.state,
-            stale_groups=stale_groups(draft.parent, tables=request.tables, delta=delta),
+            tables=request.extras.tables,
+            state=request.extras.state,
+            stale_groups=stale_groups(draft.parent, tables=request.extras.tables, delta=delta),
         )
         return _Staged(content=content, tensors=request.tensors, changes=changes)
 
@@ -314,9 +312,7 @@ class Publisher:
             delta=delta,
             num_changed=_num_changed(changes, request.tensors),
             is_anchor=self._is_anchor(request, baseline, delta),
-            tables=request.tables,
-            state=request.state,
-            attributes=request.attributes,
+            extras=request.extras,
             owner=self._owner,
             writer_id=self._writer_id,
         )
@@ -332,15 +328,11 @@ class Publisher:
                     code=ErrorCode.TENSOR_SET_MISMATCH,
                 )
             return True
-        return decide_anchor(
+        return self._wants_anchor(
+            baseline.info,
             requested=request.anchor,
-            select=self._select_anchor,
-            version=request.version,
-            last_anchor=baseline.info.anchor_version,
             chain_bytes=baseline.chain_bytes + delta.payload_bytes,
             anchor_bytes=request.tensors.num_bytes,
-            anchor_every=self._anchor_every,
-            max_chain_ratio=self._max_chain_ratio,
         )
 
     def _commit(self, content: VersionContent) -> CommitInfo:
@@ -371,12 +363,42 @@ class Publisher:
         tensors = staged.tensors
         if info.is_anchor or baseline is None or staged.changes is None:
             state = self._own_state(None, tensors)
-            chain_bytes = 0
+            chain_bytes, anchor = 0, tensors if self._fold_every else None
         else:
             state = baseline.state
             state.codec.advance(state.history, baseline.tensors, staged.changes)
             chain_bytes = baseline.chain_bytes + info.payload_bytes
-        self._baseline = _Baseline(info=info, tensors=tensors, state=state, chain_bytes=chain_bytes)
+            anchor = baseline.anchor
+        self._baseline = _Baseline(
+            info=info, tensors=tensors, state=state, chain_bytes=chain_bytes, anchor=anchor
+        )
+
+    def _write_fold(self) -> None:
+        """Fold what came since the anchor, in place of the fold before."""
+        head = self._baseline
+        anchor = self._repository.find(head.info.record.previous_anchor) if head else None
+        if head is None or head.info.is_anchor or anchor is None:
+            return
+        fold = write_fold(
+            self._repository,
+            base=anchor,
+            target=head.info,
+            before=head.anchor or self._read_anchor(head.info, anchor),
+            after=head.tensors,
+            state=head.state,
+            worth_bytes=head.chain_bytes,
+        )
+        if fold is None:
+            return
+        if self._fold is not None and self._fold.base == fold.base:
+            drop_fold(self._repository, fold.base, self._fold.target)
+        self._fold = fold
+
+    def _read_anchor(self, head: CommitInfo, anchor: CommitInfo) -> PolicyTensors:
+        """The newest anchor's tensors, from a head's tree."""
+        return read_anchor(
+            self._repository, head, version=anchor.version, state_digest=anchor.state_digest
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,9 +408,7 @@ class _Request:
     tensors: PolicyTensors
     digests: Mapping[str, str]
     version: int
-    tables: Mapping[str, PackedGroup]
-    state: PackedGroup | None
-    attributes: Mapping[str, Any]
+    extras: Extras
     anchor: bool | None
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .bits import PolicyTensors
-from .chain import CodecLookup, CodecState, Link, check_link, check_target, fold, target_of
+import zarr
+
+from .bits import BitArray, PolicyTensors, TensorSpec
+from .chain import CodecLookup, CodecState, Link, check_link, check_target, fold
 from .drafting import delta_groups
 from .errors import ErrorCode, IntegrityError, SequenceError, StorageError
-from .layout import SHARDS_KEY, TENSORS_KEY
+from .folds import find_fold, list_folds
+from .layout import SHARDS_KEY, SHARES_KEY, TENSORS_KEY
 from .records import CommitInfo, DeltaInfo, VersionRef, tensors_from_tree
 from .sharded_codec import combine_digests, frame_payloads
+from .shares import CutTensors, Piece, Shares, cut_from_attributes
 from .transaction import PAYLOAD_COLUMN
-from .tree import anchor_attributes, read_anchor_tensors, read_group
+from .tree import anchor_attributes, read_anchor_piece, read_anchor_tensor, read_group
 
 if TYPE_CHECKING:
     from .repository import PolicyRepository
@@ -27,6 +31,30 @@ class Rebuilt:
     tensors: PolicyTensors
     state: CodecState | None
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorReader:
+    """Reads tensors of one anchor, or pieces of those that are cut in it."""
+
+    root: zarr.Group
+    digests: Mapping[str, str]
+    cut: CutTensors | None
+    where: str
+
+    def tensor(self, spec: TensorSpec) -> BitArray:
+        """A whole tensor, verified. Raises `IntegrityError`."""
+        digest = self.digests[spec.name]
+        return read_anchor_tensor(self.root, spec, digest, where=self.where, cut=self.cut)
+
+    def piece(self, spec: TensorSpec, piece: Piece) -> BitArray:
+        """Rows of a tensor: only they are read where they are a piece of the anchor too."""
+        cut = self.cut
+        pieces = cut.shares.pieces[spec.name] if cut else ()
+        if cut is not None and len(pieces) > 1 and piece in pieces:
+            return read_anchor_piece(self.root, spec, piece, cut, where=self.where)
+        whole = self.tensor(spec)
+        return whole[piece.start : piece.stop].copy() if spec.shape else whole
 
 
 def rebuild(repository: PolicyRepository, info: CommitInfo, codecs: CodecLookup) -> Rebuilt:
@@ -73,29 +101,74 @@ def links_since(
 
 
 def load_links(
-    repository: PolicyRepository, infos: Sequence[CommitInfo], *, base_digest: str
+    repository: PolicyRepository,
+    infos: Sequence[CommitInfo],
+    *,
+    base_digest: str,
+    with_folds: bool = False,
 ) -> list[Link]:
     """The payloads of a chain that starts at a state, each checked against digest and base.
 
-    Raises as `chain.check_link`, and `IntegrityError` for a damaged payload.
+    With `with_folds`, stored folds are taken instead of the deltas they stand for, where they
+    can be read. Raises as `chain.check_link`, and `IntegrityError` for a damaged payload.
     """
+    known = list_folds(repository) if with_folds and len(infos) > 1 else {}
     links: list[Link] = []
-    for info in infos:
-        links.append(Link(info=info, payload=read_payload(repository, info, base_digest)))
-        base_digest = info.state_digest
+    place = 0
+    while place < len(infos):
+        link = find_fold(repository, infos[place:], known, base_digest=base_digest)
+        if link is None:
+            payload = read_payload(repository, infos[place], base_digest)
+            shares = read_shares(repository, infos[place])
+            link = Link(info=infos[place], payload=payload, shares=shares)
+        links.append(link)
+        base_digest = link.info.state_digest
+        place = infos.index(link.info, place) + 1
     return links
+
+
+def read_cut(repository: PolicyRepository, info: CommitInfo) -> CutTensors | None:
+    """Who published which rows of a version, and the pieces' digests; None if nothing is cut.
+
+    Raises `IntegrityError`.
+    """
+    delta = info.record.delta
+    if delta is None or not delta.shares_digest:
+        return None
+    where = repository.where(info)
+    specs, digests = repository.tensor_list(info)
+    attributes = repository.root(info).attrs.asdict()
+    cut = cut_from_attributes(attributes, specs, digests, where=where)
+    if cut is None or cut.shares.digest() != delta.shares_digest:
+        raise IntegrityError(
+            f"{SHARES_KEY} of {where} do not match its record.", code=ErrorCode.DIGEST_MISMATCH
+        )
+    return cut
+
+
+def read_shares(repository: PolicyRepository, info: CommitInfo) -> Shares | None:
+    """Who published which rows of a version; None if nothing is cut. Raises `IntegrityError`."""
+    cut = read_cut(repository, info)
+    return cut.shares if cut else None
 
 
 def read_payload(repository: PolicyRepository, info: CommitInfo, base_digest: str) -> bytes:
     """The delta of a version, if it starts at `base_digest`."""
     delta = check_link(info, base_digest=base_digest)
+    payloads = read_payloads(repository, info, range(delta.num_shards))
+    return payloads[0] if delta.num_shards == 1 else frame_payloads(payloads)
+
+
+def read_payloads(
+    repository: PolicyRepository, info: CommitInfo, ranks: Iterable[int]
+) -> list[bytes]:
+    """The payloads of some of a delta's ranks. Raises `IntegrityError`."""
+    delta = info.record.delta
+    if delta is None:
+        return []
     groups = delta_groups(delta)
     digests = _payload_digests(repository, info, delta)
-    payloads = [
-        _read_payload_group(repository, info, group, digest)
-        for group, digest in zip(groups, digests, strict=True)
-    ]
-    return payloads[0] if delta.num_shards == 1 else frame_payloads(payloads)
+    return [_read_payload_group(repository, info, groups[r], digests[r]) for r in ranks]
 
 
 def _payload_digests(repository: PolicyRepository, info: CommitInfo, delta: DeltaInfo) -> list[str]:
@@ -128,7 +201,21 @@ def _read_payload_group(
 def read_anchor(
     repository: PolicyRepository, info: CommitInfo, *, version: int, state_digest: str
 ) -> PolicyTensors:
-    """The anchor in a version's tree, which must be that of `version`. Raises `IntegrityError`."""
+    """The anchor in a version's tree, which must be that of `version`. Raises `IntegrityError`.
+
+    The arrays are fresh, writable and contiguous.
+    """
+    specs, read = open_anchor(repository, info, version=version, state_digest=state_digest)
+    return PolicyTensors(specs=specs, bits={spec.name: read.tensor(spec) for spec in specs})
+
+
+def open_anchor(
+    repository: PolicyRepository, info: CommitInfo, *, version: int, state_digest: str
+) -> tuple[tuple[TensorSpec, ...], AnchorReader]:
+    """The tensors in an anchor, which must be that of `version`, and a way to read each.
+
+    Raises `IntegrityError`.
+    """
     root, where = repository.root(info), repository.where(info)
     attributes = anchor_attributes(root, where=where)
     if attributes.get("version") != version:
@@ -136,10 +223,12 @@ def read_anchor(
             f"the anchor in {where} is of version {attributes.get('version')}, expected {version}.",
             code=ErrorCode.CORRUPT_PAYLOAD,
         )
+    listed = f"the anchor in {where}"
     specs, digests = tensors_from_tree(
-        attributes.get(TENSORS_KEY), expected_digest=state_digest, where=f"the anchor in {where}"
+        attributes.get(TENSORS_KEY), expected_digest=state_digest, where=listed
     )
-    return read_anchor_tensors(root, specs, digests, where=where)
+    cut = cut_from_attributes(attributes, specs, digests, where=listed)
+    return specs, AnchorReader(root=root, digests=digests, cut=cut, where=where)
 
 
 def _anchors(repository: PolicyRepository, info: CommitInfo) -> Iterator[tuple[int, CommitInfo]]:
@@ -165,15 +254,25 @@ def _rebuild_from(
     tensors = read_anchor(repository, source, version=anchor_version, state_digest=digest)
     if not infos:
         return Rebuilt(tensors=tensors, state=None, num_bytes=tensors.num_bytes)
+    links = load_links(repository, infos, base_digest=digest, with_folds=True)
+    try:
+        return _followed(tensors, links, info, codecs)
+    except (IntegrityError, SequenceError):
+        if all(link.carried is None for link in links):
+            raise
+    tensors = read_anchor(repository, source, version=anchor_version, state_digest=digest)
     links = load_links(repository, infos, base_digest=digest)
-    folded = fold(tensors, links, state=None, codecs=codecs)
-    check_target(folded, info)
-    target = target_of(folded)
-    return Rebuilt(
-        tensors=target,
-        state=folded.advanced(),
-        num_bytes=tensors.num_bytes + sum(link.info.payload_bytes for link in links),
-    )
+    return _followed(tensors, links, info, codecs)
+
+
+def _followed(
+    anchor: PolicyTensors, links: Sequence[Link], info: CommitInfo, codecs: CodecLookup
+) -> Rebuilt:
+    """The version at the end of a chain, made in the anchor's arrays and verified."""
+    fetched = anchor.num_bytes + sum(link.num_bytes for link in links)
+    folded = fold(anchor, links, state=None, codecs=codecs, owned=True)
+    check_target(folded, info, shares=links[-1].shares)
+    return Rebuilt(tensors=folded.tensors, state=folded.state, num_bytes=fetched)
 
 
 def _state_digest_before(infos: Sequence[CommitInfo]) -> str:

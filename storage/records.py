@@ -28,7 +28,8 @@ class DeltaInfo:
     """The delta of a version: what it must be decoded with, and what it costs.
 
     `history_digest` is of the codec's history before the delta; `base_digest` is the state
-    digest of the parent. `num_shards` payloads add up to `payload_bytes`.
+    digest of the parent. `num_shards` payloads add up to `payload_bytes`; `shares_digest` is of
+    the shares they are of, empty where every tensor is whole.
     """
 
     payload_bytes: int
@@ -36,6 +37,7 @@ class DeltaInfo:
     base_digest: str
     history_digest: str
     num_shards: int = 1
+    shares_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +279,12 @@ def _ref_to_tree(ref: VersionRef | None) -> dict[str, Any] | None:
 
 
 def _delta_to_tree(delta: DeltaInfo | None) -> dict[str, Any] | None:
-    return None if delta is None else {key: getattr(delta, key) for key in DeltaInfo.__slots__}
+    if delta is None:
+        return None
+    tree = {key: getattr(delta, key) for key in DeltaInfo.__slots__}
+    if not delta.shares_digest:
+        del tree["shares_digest"]
+    return tree
 
 
 def _tree_digest(tree: Mapping[str, Any]) -> str:

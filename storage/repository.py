@@ -6,7 +6,7 @@ head) or `branch@number`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +19,10 @@ from zarr.abc.store import Store
 from .backend import translated
 from .bits import PolicyTensors, TensorSpec
 from .chain import CodecLookup
-from .errors import ErrorCode, InputError, IntegrityError, NotFoundError
+from .errors import BackendError, ErrorCode, InputError, IntegrityError, NotFoundError
 from .fence import ExclusiveFileFence, Fence, FileFence, OpenFence, SetFence
 from .layout import (
+    FOLD_PREFIX,
     RECORD_KEY,
     RESERVED_PREFIX,
     STATE_GROUP,
@@ -48,6 +49,7 @@ from .records import (
     tensors_from_tree,
 )
 from .transaction import Transaction, stale_parent
+from .transfer import Transfer, TransferCounts, TransferOptions
 from .tree import read_group
 
 Ref = int | str
@@ -62,7 +64,12 @@ class PolicyRepository:
     """
 
     def __init__(
-        self, backend: icechunk.Repository, *, location: Location, read_only: bool
+        self,
+        backend: icechunk.Repository,
+        *,
+        location: Location,
+        read_only: bool,
+        transfer: TransferOptions | None = None,
     ) -> None:
         self._backend = backend
         self._location = location
@@ -70,26 +77,35 @@ class PolicyRepository:
         self._root_snapshot = root_snapshot(backend, location)
         self._infos: dict[str, CommitInfo] = {}
         self._holders: dict[str, str] = {}
+        self._transfer = Transfer(transfer or TransferOptions(), is_remote=self.is_remote)
 
     @classmethod
-    def create(cls, url: str | Path) -> Self:
-        """Make an empty store.
+    def create(cls, url: str | Path, *, transfer: TransferOptions | None = None) -> Self:
+        """Make an empty store. `transfer` bounds what this object moves.
 
         Raises `ConflictError` (STORE_EXISTS) if one is there, `BackendError` if the place
         cannot be written.
         """
         location = parse_location(url)
-        return cls(create_backend(location), location=location, read_only=False)
+        backend = create_backend(location)
+        return cls(backend, location=location, read_only=False, transfer=transfer)
 
     @classmethod
-    def open(cls, url: str | Path, *, read_only: bool = False) -> Self:
-        """Open an existing store.
+    def open(
+        cls,
+        url: str | Path,
+        *,
+        read_only: bool = False,
+        transfer: TransferOptions | None = None,
+    ) -> Self:
+        """Open an existing store. `transfer` bounds what this object moves, and may name a cache.
 
         Raises `NotFoundError` (STORE_NOT_FOUND) if there is none, `FormatError` if it is not a
         policy store or of a newer format.
         """
         location = parse_location(url)
-        return cls(open_backend(location), location=location, read_only=read_only)
+        backend = open_backend(location)
+        return cls(backend, location=location, read_only=read_only, transfer=transfer)
 
     @classmethod
     def exists(cls, url: str | Path) -> bool:
@@ -105,6 +121,11 @@ class PolicyRepository:
     def is_remote(self) -> bool:
         """Whether objects are reached over a network, where they may appear late."""
         return self._location.kind is Kind.S3
+
+    @property
+    def moved(self) -> TransferCounts:
+        """What this object has moved so far; kept where there is a budget, a cache or a network."""
+        return self._transfer.counts()
 
     @property
     def read_only(self) -> bool:
@@ -267,13 +288,24 @@ class PolicyRepository:
 
     def root(self, info: CommitInfo) -> zarr.Group:
         """The version's Zarr tree, read-only."""
-        with self._opening(info):
+        with self._opening(f"version {info.version}"):
             return zarr.open_group(self.store(info), mode="r")
 
     def store(self, info: CommitInfo) -> Store:
         """The keys of the version's Zarr tree, read-only."""
-        with self._opening(info):
-            return self._backend.readonly_session(snapshot_id=info.snapshot_id).store
+        return self._store(info.snapshot_id, what=f"version {info.version}")
+
+    def reserved_store(self, name: str) -> Store:
+        """The keys of the tree of a branch of the store itself, read-only."""
+        return self._store(self._branch_snapshot(name), what=name)
+
+    def _store(self, snapshot_id: str, *, what: str) -> Store:
+        with self._opening(what):
+            return self.wrap(self._backend.readonly_session(snapshot_id=snapshot_id).store)
+
+    def wrap(self, store: Store) -> Store:
+        """A session's Zarr store, within this object's budget."""
+        return self._transfer.wrap(store)
 
     def where(self, info: CommitInfo) -> str:
         """How messages name a version."""
@@ -293,7 +325,7 @@ class PolicyRepository:
         expected = self._root_snapshot if parent is None else parent.snapshot_id
         if session.snapshot_id != expected:
             raise stale_parent(branch, self.location, expected=expected, found=session.snapshot_id)
-        return Transaction(session, location=self.location)
+        return Transaction(session, location=self.location, wrap=self.wrap)
 
     def exclusive_fence(self, *, owner: str) -> Fence | None:
         """Sole write access to the store; None while a publisher may be at work."""
@@ -329,13 +361,36 @@ class PolicyRepository:
             return False
         return True
 
-    def reserved_branches(self) -> dict[str, str]:
-        """Snapshot id of each branch that belongs to the store itself (pins and leases)."""
+    def reserved_names(self, prefix: str) -> list[str]:
+        """Branches of the store itself whose names start so."""
         with self._looking_up("list reserved branches"):
-            names = sorted(self._backend.list_branches())
+            return sorted(n for n in self._backend.list_branches() if n.startswith(prefix))
+
+    def reserved_branches(self) -> dict[str, str]:
+        """Snapshot id of each branch by which the store holds a version (pins and leases)."""
+        names = self.reserved_names(RESERVED_PREFIX)
+        with self._looking_up("list reserved branches"):
             return {
-                n: self._backend.lookup_branch(n) for n in names if n.startswith(RESERVED_PREFIX)
+                n: self._backend.lookup_branch(n) for n in names if not n.startswith(FOLD_PREFIX)
             }
+
+    def reserved_metadata(self, name: str) -> dict[str, Any]:
+        """Metadata of the newest commit of a branch of the store itself."""
+        snapshot_id = self._branch_snapshot(name)
+        with self._looking_up(f"read {name!r}"):
+            return dict(self._backend.lookup_snapshot(snapshot_id).metadata)
+
+    def write_reserved_commit(
+        self, name: str, write: Callable[[Store], None], *, metadata: dict[str, Any]
+    ) -> None:
+        """One commit on a branch of the store itself, which starts empty. Raises `BackendError`."""
+        self._check_writable("write to a reserved branch")
+        with translated(f"write {name!r}", location=self.location, absent=BackendError):
+            if not self.has_branch(name):
+                self._backend.create_branch(name, self._root_snapshot)
+            session = self._backend.writable_session(name)
+            write(self.wrap(session.store))
+            session.commit(name, metadata=metadata)
 
     def make_reserved_branch(self, name: str, snapshot_id: str) -> None:
         """Hold a snapshot by a branch of the store itself. Raises `ConflictError` if it is."""
@@ -433,9 +488,9 @@ class PolicyRepository:
                 code=ErrorCode.INVALID_ARGUMENT,
             )
 
-    def _opening(self, info: CommitInfo) -> Any:
+    def _opening(self, what: str) -> Any:
         return translated(
-            f"open version {info.version}",
+            f"open {what}",
             location=self.location,
             absent=IntegrityError,
             absent_code=ErrorCode.OBJECT_MISSING,

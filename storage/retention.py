@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from .errors import ErrorCode, InputError
+from .folds import drop_fold, list_folds
 from .layout import RESERVED_PREFIX
 from .leases import LeaseInfo, list_leases
 from .records import CommitInfo
@@ -115,6 +116,7 @@ def gc(
         plan = _plan(repository, keep_last, also_keep)
         _pin(repository, plan)
         _drop_expired_leases(repository, now=time.time())
+        _drop_stale_folds(repository, plan)
         if plan.removed:
             newest = max(repository.snapshot_time(info) for info in plan.removed)
             repository.expire(before=newest + timedelta(microseconds=1))
@@ -215,6 +217,15 @@ def _drop_expired_leases(repository: PolicyRepository, *, now: float) -> None:
     for lease in list_leases(repository):
         if lease.expires_at <= now:
             repository.drop_reserved_branch(lease.name)
+
+
+def _drop_stale_folds(repository: PolicyRepository, plan: GcPlan) -> None:
+    """Folds between versions of which one goes are of no use."""
+    kept = {info.snapshot_id for info, _ in plan.kept}
+    for base, targets in list_folds(repository).items():
+        for target in targets:
+            if base not in kept or target not in kept:
+                drop_fold(repository, base, target)
 
 
 def _report(

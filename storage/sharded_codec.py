@@ -1,7 +1,7 @@
-"""A codec over several ranks' payloads: each rank's tensors with a history of their own.
+"""A codec over several ranks' payloads: each rank's share with a history of its own.
 
-Which rank publishes which tensor follows from specs and number of ranks alone
-(`sharding.assign_owners`), so publishers and receivers need not tell each other.
+Which rank publishes what is either said by the version (`shares.Shares`) or, where no tensor is
+cut, follows from specs and number of ranks alone (`sharding.assign_owners`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 
 from .bits import PolicyTensors, TensorSpec
-from .codec import Change, Changes, DeltaCodec, EncodedDelta, History
+from .codec import Changes, DeltaCodec, EncodedDelta, History
 from .errors import ErrorCode, IntegrityError
 from .packing import pack, unpack
-from .sharding import assign_owners
+from .shares import Shares, join_changes, split_changes, whole_tensors
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,60 +36,53 @@ class ShardedConfig:
 
 
 class ShardedCodec:
-    """Applies a codec to each rank's tensors; its payload frames theirs."""
+    """Applies a codec to each rank's share; its payload frames theirs."""
 
     name: ClassVar[str] = "sharded"
     version: ClassVar[int] = 1
     Config: ClassVar[type[Any]] = ShardedConfig
 
-    def __init__(self, inner: DeltaCodec, *, num_shards: int) -> None:
+    def __init__(self, inner: DeltaCodec, *, shares: Shares) -> None:
         self._inner = inner
-        self._num_shards = num_shards
+        self._shares = shares
 
     def start_history(self, specs: Sequence[TensorSpec]) -> History:
-        owners = assign_owners(specs, num_ranks=self._num_shards)
-        parts = [
-            self._inner.start_history([s for s in specs if owners[s.name] == rank])
-            for rank in range(self._num_shards)
-        ]
+        ranks = range(self._shares.num_ranks)
+        parts = [self._inner.start_history(self._shares.specs_of(specs, rank)) for rank in ranks]
         return ShardedHistory(parts=parts)
 
     def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
-        payloads: list[bytes] = []
-        changes: dict[str, Change] = {}
-        for rank, part in enumerate(_parts(history)):
-            encoded = self._inner.encode(
-                owned_by(old, rank=rank, num_ranks=self._num_shards),
-                owned_by(new, rank=rank, num_ranks=self._num_shards),
-                history=part,
+        encoded = [
+            self._inner.encode(
+                self._shares.take(old, rank), self._shares.take(new, rank), history=part
             )
-            payloads.append(encoded.payload)
-            changes.update(encoded.changes)
-        return EncodedDelta(payload=frame_payloads(payloads), changes=changes)
+            for rank, part in enumerate(_parts(history))
+        ]
+        return EncodedDelta(
+            payload=frame_payloads([found.payload for found in encoded]),
+            changes=join_changes([e.changes for e in encoded], self._shares, old.specs),
+        )
 
     def decode(self, payload: bytes, old: PolicyTensors, *, history: History) -> Changes:
-        payloads = _unframe(payload, count=self._num_shards)
-        changes: dict[str, Change] = {}
+        payloads = unframe_payloads(payload, count=self._shares.num_ranks)
+        found: list[Changes] = []
         for rank, part in enumerate(_parts(history)):
-            own = owned_by(old, rank=rank, num_ranks=self._num_shards)
-            found = self._inner.decode(payloads[rank], own, history=part)
-            if not found.keys() <= own.bits.keys():
+            own = self._shares.take(old, rank)
+            changes = self._inner.decode(payloads[rank], own, history=part)
+            if not changes.keys() <= own.bits.keys():
                 raise _corrupt(f"rank {rank} changes tensors that are not its own")
-            changes.update(found)
-        return changes
+            found.append(changes)
+        return join_changes(found, self._shares, old.specs)
 
     def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
         for rank, part in enumerate(_parts(history)):
-            own = owned_by(old, rank=rank, num_ranks=self._num_shards)
-            mine = {name: change for name, change in changes.items() if name in own.bits}
-            self._inner.advance(part, own, mine)
+            own = split_changes(changes, self._shares, old.specs, rank)
+            self._inner.advance(part, self._shares.take(old, rank), own)
 
 
 def owned_by(tensors: PolicyTensors, *, rank: int, num_ranks: int) -> PolicyTensors:
-    """The tensors that `rank` publishes; shares their arrays."""
-    owners = assign_owners(tensors.specs, num_ranks=num_ranks)
-    specs = tuple(spec for spec in tensors.specs if owners[spec.name] == rank)
-    return PolicyTensors(specs=specs, bits={spec.name: tensors.bits[spec.name] for spec in specs})
+    """The tensors that `rank` publishes where none is cut; shares their arrays."""
+    return whole_tensors(tensors.specs, num_ranks=num_ranks).take(tensors, rank)
 
 
 def frame_payloads(payloads: Sequence[bytes]) -> bytes:
@@ -103,7 +96,8 @@ def combine_digests(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(f"{digest}\n" for digest in digests).encode())
 
 
-def _unframe(payload: bytes, *, count: int) -> list[bytes]:
+def unframe_payloads(payload: bytes, *, count: int) -> list[bytes]:
+    """Inverse of `frame_payloads`. Raises `IntegrityError`."""
     _, arrays = unpack(payload)
     if list(arrays) != [str(rank) for rank in range(count)]:
         raise _corrupt(f"it must have the payloads of {count} ranks, got {sorted(arrays)}")

@@ -1,4 +1,4 @@
-"""Publishing from several ranks: each writes its own tensors, one commits for all.
+"""Publishing from several ranks: each writes its own share, one commits for all.
 
     every rank     report = shard.encode(own_tensors)
     coordinator    ticket = coordinator.begin(reports, version=...)
@@ -7,36 +7,46 @@
     every rank     shard.acknowledge(info)          or shard.rollback()
 
 Reports, tickets and forks travel between the ranks of one job by whatever the trainer has (they
-pickle); weights go from each rank straight to the store. A commit is as atomic as a single
-publisher's. The first version is published by `Publisher`, from the checkpoint.
+pickle); weights go from each rank straight to the store. A share is whole tensors, or rows of
+tensors as FSDP2 cuts them (`shares.row_shares`, `shares.shares_of`). A commit is as atomic as a
+single publisher's. The first version is published by `Publisher`, from the checkpoint.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import icechunk
 import zarr
 
 from .backend import translated
-from .bits import PolicyTensors, state_digest, tensor_digest
+from .bits import PolicyTensors, TensorSpec, state_digest, tensor_digest
 from .chain import CodecLookup
 from .codec import Changes, DeltaCodec
-from .drafting import Draft, SelectAnchor, check_sequence, decide_anchor, draft_record, stale_groups
+from .drafting import (
+    Draft,
+    Extras,
+    SelectAnchor,
+    Tables,
+    check_sequence,
+    draft_record,
+    pack_extras,
+    stale_groups,
+)
 from .errors import BackendError, ErrorCode, InputError, SequenceError
-from .layout import ANCHOR_GROUP, check_table, shard_group
+from .layout import ANCHOR_GROUP, shard_group
 from .opening import DEFAULT_BRANCH
-from .packing import Arrays, Values, from_plain, to_plain
-from .rebuild import links_since, rebuild
+from .packing import Arrays, Values
 from .records import CommitInfo, DeltaInfo, VersionRef
 from .repository import PolicyRepository
-from .sharded_codec import ShardedHistory, combine_digests, owned_by
+from .sharded_codec import combine_digests
+from .share_reader import load_share, shared_key
+from .shares import CutTensors, Piece, Shares, joint_digest, whole_tensors
 from .transaction import Transaction, VersionContent, pack_payload
-from .tree import PackedGroup, pack_group, write_anchor_tensor, write_group
+from .tree import PackedGroup, write_anchor_tensor, write_group
+from .writer import BranchWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,7 @@ class ShardTicket:
 
 
 class ShardPublisher:
-    """One rank's share of publishing: the tensors that `assign_owners` gives it."""
+    """One rank's share of publishing."""
 
     def __init__(
         self,
@@ -73,12 +83,15 @@ class ShardPublisher:
         codec: DeltaCodec,
         rank: int,
         num_ranks: int,
+        shares: Shares | None = None,
         branch: str = DEFAULT_BRANCH,
         codecs: CodecLookup | None = None,
     ) -> None:
-        """Starts at the branch's head, of which it keeps its own tensors.
+        """Starts at the branch's head, of which it keeps its own share.
 
-        Raises `InputError` for fewer than two ranks: that is `Publisher`'s work.
+        `shares` say who has which rows; None gives every tensor whole to the rank that
+        `assign_owners` names. Raises `InputError` for fewer than two ranks: that is
+        `Publisher`'s work.
         """
         if num_ranks < 2 or not 0 <= rank < num_ranks:
             raise InputError(
@@ -90,26 +103,26 @@ class ShardPublisher:
         self._rank, self._num_ranks = rank, num_ranks
         self._staged: tuple[PolicyTensors, Changes, PackedGroup] | None = None
         head = repository.head(branch)
-        rebuilt = rebuild(repository, head, codecs if codecs is not None else {codec.name: codec})
         self._base = head.ref
-        self._tensors = owned_by(rebuilt.tensors, rank=rank, num_ranks=num_ranks)
+        self._shares = _joint_shares(repository, head, shares, num_ranks=num_ranks)
+        lookup = codecs if codecs is not None else {codec.name: codec}
+        loaded = load_share(repository, head, lookup, shares=self._shares, rank=rank)
+        self._tensors = loaded.tensors
         self._history = codec.start_history(self._tensors.specs)
-        key = (codec.name, codec.version, num_ranks)
-        state = rebuilt.state
-        if state is not None and state.key == key and isinstance(state.history, ShardedHistory):
-            self._history = state.history.parts[rank]
+        if loaded.state is not None and loaded.state.key == shared_key(codec, self._shares):
+            self._history = loaded.state.history
 
     @property
     def tensors(self) -> PolicyTensors:
-        """This rank's tensors at the head, bit for bit."""
+        """This rank's share of the head, bit for bit."""
         return self._tensors
 
     def encode(self, tensors: PolicyTensors) -> ShardReport:
         """Encode this rank's tensors against the head. Changes nothing that lasts."""
         if tensors.specs != self._tensors.specs:
             raise InputError(
-                f"rank {self._rank} must publish the tensors it owns, "
-                f"{[s.name for s in self._tensors.specs]}.",
+                f"rank {self._rank} must publish its share, "
+                f"{[(s.name, *s.shape) for s in self._tensors.specs]}.",
                 code=ErrorCode.TENSOR_SET_MISMATCH,
             )
         encoded = self._codec.encode(self._tensors, tensors, history=self._history)
@@ -135,12 +148,14 @@ class ShardPublisher:
             absent_code=ErrorCode.BACKEND_UNAVAILABLE,
             needed_bytes=payload.data.size + (tensors.num_bytes if ticket.is_anchor else 0),
         ):
-            root = zarr.open_group(ticket.fork.store, mode="r+")
+            root = zarr.open_group(self._repository.wrap(ticket.fork.store), mode="r+")
             write_group(root, shard_group(self._rank), payload, compress=False)
             if ticket.is_anchor:
                 anchor = root.require_group(ANCHOR_GROUP)
                 for spec in tensors.specs:
-                    write_anchor_tensor(anchor, spec, tensors.bits[spec.name])
+                    write_anchor_tensor(
+                        anchor, spec, tensors.bits[spec.name], piece=self._piece(spec.name)
+                    )
         return ticket.fork
 
     def acknowledge(self, info: CommitInfo) -> None:
@@ -156,6 +171,11 @@ class ShardPublisher:
         """The version was not committed; encoding it again gives the same bytes."""
         self._staged = None
 
+    def _piece(self, name: str) -> Piece | None:
+        """This rank's piece of a tensor, None if it has the whole."""
+        own = [piece for piece in self._shares.pieces[name] if piece.rank == self._rank]
+        return own[0] if self._shares.is_cut(name) else None
+
     def _encoded(self) -> tuple[PolicyTensors, Changes, PackedGroup]:
         if self._staged is None:
             raise SequenceError(
@@ -166,7 +186,7 @@ class ShardPublisher:
         return self._staged
 
 
-class ShardCoordinator:
+class ShardCoordinator(BranchWriter):
     """Commits what all ranks have written; the one that holds the branch."""
 
     def __init__(
@@ -175,29 +195,33 @@ class ShardCoordinator:
         *,
         codec: DeltaCodec,
         num_ranks: int,
+        shares: Shares | None = None,
         branch: str = DEFAULT_BRANCH,
         owner: str = "publisher",
         anchor_every: int = 50,
+        max_chain_ratio: float = 1.0,
         select_anchor: SelectAnchor | None = None,
     ) -> None:
-        """Raises `ConflictError` (WRITER_FENCED)."""
-        self._repository = repository
-        self._codec = codec
+        """`shares` are those of the ranks. Raises `ConflictError` (WRITER_FENCED)."""
+        super().__init__(
+            repository,
+            codec=codec,
+            branch=branch,
+            owner=owner,
+            anchor_every=anchor_every,
+            max_chain_ratio=max_chain_ratio,
+            select_anchor=select_anchor,
+        )
         self._num_ranks = num_ranks
-        self._branch = branch
-        self._owner = owner
-        self._writer_id = uuid.uuid4().hex
-        self._anchor_every = anchor_every
-        self._select_anchor = select_anchor
+        self._given_shares = shares
         self._pending: tuple[Transaction, VersionContent] | None = None
-        self._fence = repository.fence(branch, owner=owner)
 
     def begin(
         self,
         reports: Sequence[ShardReport],
         *,
         version: int,
-        tables: Mapping[str, tuple[Values, Arrays]] | None = None,
+        tables: Tables | None = None,
         state: tuple[Values, Arrays] | None = None,
         attributes: Mapping[str, Any] | None = None,
         anchor: bool | None = None,
@@ -210,15 +234,8 @@ class ShardCoordinator:
         head = self._repository.head(self._branch)
         check_sequence(version, head=head.version)
         ordered = _check_reports(reports, head, num_ranks=self._num_ranks)
-        packed = {check_table(name): pack_group(*table) for name, table in (tables or {}).items()}
-        content = self._content(
-            ordered,
-            head,
-            tables=packed,
-            state=pack_group(*state) if state is not None else None,
-            attributes=from_plain(to_plain(attributes or {}, path="attributes")),
-            anchor=anchor,
-        )
+        extras = pack_extras(tables, state, attributes)
+        content = self._content(ordered, head, extras, anchor=anchor)
         transaction = self._repository.begin(self._branch, parent=head.ref)
         self._pending = (transaction, content)
         return ShardTicket(fork=transaction.fork(), is_anchor=content.record.is_anchor)
@@ -238,34 +255,22 @@ class ShardCoordinator:
         transaction.write(content)
         return self._repository.info(transaction.commit(content))
 
-    def close(self) -> None:
-        """Let another publisher have the branch. Safe to call twice."""
-        self._fence.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _content(
         self,
         reports: Sequence[ShardReport],
         head: CommitInfo,
+        extras: Extras,
         *,
-        tables: Mapping[str, PackedGroup],
-        state: PackedGroup | None,
-        attributes: Mapping[str, Any],
         anchor: bool | None,
     ) -> VersionContent:
         specs, _ = self._repository.tensor_list(head)
-        digests = {name: value for report in reports for name, value in report.digests.items()}
-        delta = _joint_delta(reports, head)
+        shares = _joint_shares(
+            self._repository, head, self._given_shares, num_ranks=self._num_ranks
+        )
+        pieces = _piece_digests(reports, shares, specs)
+        digests = {name: joint_digest(shares.pieces[name], pieces[name]) for name in pieces}
+        cut = {name: found for name, found in pieces.items() if shares.is_cut(name)}
+        delta = _joint_delta(reports, head, shares if cut else None)
         draft = Draft(
             version=head.version + 1,
             branch=self._branch,
@@ -275,10 +280,13 @@ class ShardCoordinator:
             codec=self._codec,
             delta=delta,
             num_changed=sum(report.num_changed for report in reports),
-            is_anchor=self._is_anchor(head, delta, anchor),
-            tables=tables,
-            state=state,
-            attributes=attributes,
+            is_anchor=self._wants_anchor(
+                head,
+                requested=anchor,
+                chain_bytes=delta.payload_bytes + self._chain_bytes(head),
+                anchor_bytes=head.dense_bytes,
+            ),
+            extras=extras,
             owner=self._owner,
             writer_id=self._writer_id,
         )
@@ -288,33 +296,54 @@ class ShardCoordinator:
             digests=digests,
             anchor=None,
             delta=None,
-            tables=tables,
-            state=state,
-            stale_groups=stale_groups(head, tables=tables, delta=delta),
+            tables=extras.tables,
+            state=extras.state,
+            stale_groups=stale_groups(head, tables=extras.tables, delta=delta),
             shard_digests=tuple(report.payload_digest for report in reports),
-        )
-
-    def _is_anchor(self, head: CommitInfo, delta: DeltaInfo, requested: bool | None) -> bool:
-        base = VersionRef(version=head.anchor_version, snapshot_id="")
-        chain = links_since(self._repository, head, base)
-        return decide_anchor(
-            requested=requested,
-            select=self._select_anchor,
-            version=head.version + 1,
-            last_anchor=head.anchor_version,
-            chain_bytes=delta.payload_bytes + sum(info.payload_bytes for info in chain),
-            anchor_bytes=head.dense_bytes,
-            anchor_every=self._anchor_every,
+            cut=CutTensors(shares=shares, digests=cut) if cut else None,
         )
 
 
-def _joint_delta(reports: Sequence[ShardReport], head: CommitInfo) -> DeltaInfo:
+def _joint_shares(
+    repository: PolicyRepository, head: CommitInfo, shares: Shares | None, *, num_ranks: int
+) -> Shares:
+    """The shares given, or whole tensors. Raises `InputError` for those of other ranks."""
+    if shares is None:
+        return whole_tensors(repository.tensor_list(head)[0], num_ranks=num_ranks)
+    if shares.num_ranks != num_ranks:
+        raise InputError(
+            f"shares must be of {num_ranks} ranks, got {shares.num_ranks}.",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    return shares
+
+
+def _piece_digests(
+    reports: Sequence[ShardReport], shares: Shares, specs: Sequence[TensorSpec]
+) -> dict[str, list[str]]:
+    """The digests of every tensor's pieces, as their ranks report them."""
+    for report in reports:
+        expected = {spec.name for spec in shares.specs_of(specs, report.rank)}
+        if report.digests.keys() != expected:
+            raise InputError(
+                f"rank {report.rank} reports tensors {sorted(report.digests)}, "
+                f"its share is {sorted(expected)}.",
+                code=ErrorCode.TENSOR_SET_MISMATCH,
+            )
+    return {
+        spec.name: [reports[p.rank].digests[spec.name] for p in shares.pieces[spec.name]]
+        for spec in specs
+    }
+
+
+def _joint_delta(reports: Sequence[ShardReport], head: CommitInfo, cut: Shares | None) -> DeltaInfo:
     return DeltaInfo(
         payload_bytes=sum(report.payload_bytes for report in reports),
         payload_digest=combine_digests([report.payload_digest for report in reports]),
         base_digest=head.state_digest,
         history_digest=combine_digests([report.history_digest for report in reports]),
         num_shards=len(reports),
+        shares_digest=cut.digest() if cut else "",
     )
 
 

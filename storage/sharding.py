@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .bits import TensorSpec
+from .bits import DTYPE_BYTES, TensorSpec
 from .errors import ErrorCode, InputError
 
 Block = tuple[tuple[int, int], ...]
@@ -80,6 +80,32 @@ def plan_transfer(
             _check_block(spec, receiver)
             copies += _copies_to(spec, senders, receiver)
     return tuple(copies)
+
+
+def source_ranks(copies: Iterable[Copy]) -> list[int]:
+    """The ranks that a plan's copies come from."""
+    return sorted({copy.source_rank for copy in copies})
+
+
+def plan_bytes(specs: Iterable[TensorSpec], copies: Iterable[Copy]) -> dict[tuple[int, int], int]:
+    """Bytes that go from each source rank to each target rank, by (source, target)."""
+    widths = {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs}
+    moved: dict[tuple[int, int], int] = {}
+    for copy in copies:
+        pair = (copy.source_rank, copy.target_rank)
+        moved[pair] = moved.get(pair, 0) + _volume(copy.block) * widths[copy.tensor]
+    return dict(sorted(moved.items()))
+
+
+def describe_plan(specs: Iterable[TensorSpec], copies: Iterable[Copy]) -> list[str]:
+    """A line for each target rank: how many bytes it takes, and from which source ranks."""
+    moved = plan_bytes(specs, copies)
+    lines = []
+    for target in sorted({target for _, target in moved}):
+        parts = {source: size for (source, to), size in moved.items() if to == target}
+        listed = ", ".join(f"{size:,} from rank {source}" for source, size in parts.items())
+        lines.append(f"server rank {target} takes {sum(parts.values()):,} bytes: {listed}")
+    return lines
 
 
 def assign_owners(specs: Iterable[TensorSpec], *, num_ranks: int) -> dict[str, int]:

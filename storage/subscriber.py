@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .bits import PolicyTensors
-from .chain import CodecLookup, CodecState, check_target, fold, total_changes
+from .chain import CodecLookup, CodecState, Link, check_target, fold, total_changes
 from .codec import Changes, apply_changes
 from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
 from .opening import DEFAULT_BRANCH
 from .rebuild import links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
 from .repository import PolicyRepository
+from .scatter import prepare
 
 Source = Literal["none", "delta", "anchor"]
 
@@ -211,15 +212,29 @@ class Subscriber:
         infos = links_since(self._repository, target, active.ref)
         if prefer_anchor(infos):
             return self._stage_anchor(target)
-        links = load_links(self._repository, infos, base_digest=active.state_digest)
+        base_digest = active.state_digest
+        links = load_links(self._repository, infos, base_digest=base_digest, with_folds=True)
+        try:
+            return self._follow_links(target, tensors, links)
+        except (IntegrityError, SequenceError):
+            if all(link.carried is None for link in links):
+                raise
+        links = load_links(self._repository, infos, base_digest=base_digest)
+        return self._follow_links(target, tensors, links)
+
+    def _follow_links(
+        self, target: CommitInfo, tensors: PolicyTensors, links: list[Link]
+    ) -> StagedVersion:
         folded = fold(tensors, links, state=self._state, codecs=self._codecs)
-        check_target(folded, target)
+        check_target(folded, target, shares=links[-1].shares)
+        changes = total_changes(folded)
+        prepare(sum(change.num_changed for change in changes.values()))
         return self._staged(
             target,
             source="delta",
-            changes=total_changes(tensors, folded),
-            num_bytes=sum(info.payload_bytes for info in infos),
-            state=folded.advanced(keep_base=True),
+            changes=changes,
+            num_bytes=sum(link.num_bytes for link in links),
+            state=folded.state,
         )
 
     def _stage_anchor(self, target: CommitInfo) -> StagedVersion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,16 @@ from .direct import Vector, put_vectors
 from .errors import BackendError, ConflictError, ErrorCode
 from .layout import DELTA_GROUP, RECORD_KEY, SHARDS_KEY, STATE_GROUP, TENSORS_KEY
 from .records import VersionRecord, record_to_text, record_to_tree, tensors_to_tree
-from .tree import PackedGroup, group_vector, pack_group, set_anchor_attributes, write_anchor
+from .shares import CutTensors
+from .tree import (
+    PackedGroup,
+    anchor_node,
+    group_vector,
+    keep_anchor_nodes,
+    pack_group,
+    set_anchor_attributes,
+    write_anchor,
+)
 
 PAYLOAD_COLUMN = "payload"
 
@@ -27,7 +36,8 @@ class VersionContent:
     """Everything a commit writes. `stale_groups` are removed first.
 
     `anchor` is None where the version is no anchor, or where its tensors are written already.
-    `shard_digests` are of the payloads written by other ranks, if there are several.
+    `shard_digests` are of the payloads written by other ranks, if there are several; `cut` says
+    who has which rows, if there are tensors that nobody has whole.
     """
 
     record: VersionRecord
@@ -39,6 +49,7 @@ class VersionContent:
     state: PackedGroup | None
     stale_groups: tuple[str, ...]
     shard_digests: tuple[str, ...] = ()
+    cut: CutTensors | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -56,8 +67,16 @@ def pack_payload(payload: bytes) -> PackedGroup:
 class Transaction:
     """One session on a branch, opened at the parent it will be committed on."""
 
-    def __init__(self, session: icechunk.Session, *, location: str) -> None:
+    def __init__(
+        self,
+        session: icechunk.Session,
+        *,
+        location: str,
+        wrap: Callable[[Store], Store] = lambda store: store,
+    ) -> None:
+        """`wrap` gives the session's Zarr store as the repository reaches it."""
         self._session = session
+        self._wrap = wrap
         self._location = location
 
     def fork(self) -> icechunk.ForkSession:
@@ -78,7 +97,7 @@ class Transaction:
             absent_code=ErrorCode.BACKEND_UNAVAILABLE,
             needed_bytes=content.num_bytes,
         ):
-            _write_content(self._session.store, content)
+            _write_content(self._wrap(self._session.store), content)
 
     def commit(self, content: VersionContent) -> str:
         """Move the branch to the new version; returns its snapshot id.
@@ -112,8 +131,20 @@ def _write_groups(root: zarr.Group, content: VersionContent, tensors: list[Any])
         del root[group]
     if content.anchor is not None:
         write_anchor(root, content.anchor)
+    if content.record.is_anchor and content.anchor is None:
+        keep_anchor_nodes(root, anchor_nodes(content))
     if content.record.is_anchor:
         set_anchor_attributes(root, _anchor_attributes(content, tensors))
+
+
+def anchor_nodes(content: VersionContent) -> set[str]:
+    """The nodes of an anchor whose tensors the ranks have written."""
+    cut = content.cut
+    nodes = set()
+    for spec in content.specs:
+        pieces = cut.shares.pieces[spec.name] if cut and cut.shares.is_cut(spec.name) else (None,)
+        nodes |= {anchor_node(spec.name, piece) for piece in pieces}
+    return nodes
 
 
 def _vectors(content: VersionContent) -> list[Vector]:
@@ -129,7 +160,7 @@ def _root_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, A
     attributes = {RECORD_KEY: record_to_tree(content.record), TENSORS_KEY: tensors}
     if content.shard_digests:
         attributes[SHARDS_KEY] = list(content.shard_digests)
-    return attributes
+    return {**attributes, **(content.cut.to_attributes() if content.cut else {})}
 
 
 def _anchor_attributes(content: VersionContent, tensors: list[Any]) -> dict[str, Any]:
@@ -138,6 +169,7 @@ def _anchor_attributes(content: VersionContent, tensors: list[Any]) -> dict[str,
         "version": record.version,
         "state_digest": record.state_digest,
         TENSORS_KEY: tensors,
+        **(content.cut.to_attributes() if content.cut else {}),
     }
 
 

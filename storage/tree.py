@@ -6,7 +6,7 @@ a digest of its bytes, and anchor tensors are checked against their tensor diges
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -34,6 +34,8 @@ from .packing import (
     to_plain,
     write_columns,
 )
+from .shares import CutTensors, Piece, piece_spec
+from .transfer import forget, identify
 
 _REMEDY = "Run `deltaloom verify`; another anchor or a copy of the store repairs it."
 
@@ -83,6 +85,18 @@ def read_group(
     Raises `IntegrityError` naming the group. The arrays are views of one buffer.
     """
     path = f"{path}/{DATA_ARRAY}"
+    identify(store, path, digest)
+    try:
+        return _read_packed(store, path, digest=digest, where=where)
+    except IntegrityError:
+        if not forget(store, path):
+            raise
+    return _read_packed(store, path, digest=digest, where=where)
+
+
+def _read_packed(
+    store: Store, path: str, *, digest: str, where: str
+) -> tuple[Values, dict[str, npt.NDArray[Any]]]:
     with _reading(path, where):
         attributes, data = get_vector(store, path) or (None, None)
     if attributes is None or data is None:
@@ -117,15 +131,17 @@ def write_anchor(root: zarr.Group, tensors: PolicyTensors) -> None:
         write_anchor_tensor(anchor, spec, tensors.bits[spec.name])
 
 
-def write_anchor_tensor(anchor: zarr.Group, spec: TensorSpec, bits: BitArray) -> None:
-    """Write one tensor into the anchor group, replacing what was there."""
+def write_anchor_tensor(
+    anchor: zarr.Group, spec: TensorSpec, bits: BitArray, *, piece: Piece | None = None
+) -> None:
+    """Write one tensor, or a piece of it that `spec` describes, replacing what was there."""
+    node = anchor_node(spec.name, piece)
     chunks = chunk_shape(spec.shape, item_bytes=bits.itemsize)
     if all(chunk >= size for chunk, size in zip(chunks, spec.shape, strict=True)):
-        path = f"{anchor.path}/{tensor_node(spec.name)}"
-        put_single_chunk(anchor, path, bits, spec.to_json())
+        put_single_chunk(anchor, f"{anchor.path}/{node}", bits, spec.to_json())
         return
     array = anchor.create_array(
-        tensor_node(spec.name),
+        node,
         shape=spec.shape,
         chunks=chunks,
         dtype=bits.dtype.name,
@@ -137,6 +153,13 @@ def write_anchor_tensor(anchor: zarr.Group, spec: TensorSpec, bits: BitArray) ->
     array[...] = bits
 
 
+def keep_anchor_nodes(root: zarr.Group, nodes: Set[str]) -> None:
+    """Drop what an earlier anchor left behind."""
+    anchor = root.require_group(ANCHOR_GROUP)
+    for name in set(anchor.array_keys()) - nodes:
+        del anchor[name]
+
+
 def set_anchor_attributes(root: zarr.Group, attributes: Mapping[str, Any]) -> None:
     """Say which version the tensors in `policy/anchor` are of."""
     root.require_group(ANCHOR_GROUP).attrs.put(dict(attributes))
@@ -144,30 +167,66 @@ def set_anchor_attributes(root: zarr.Group, attributes: Mapping[str, Any]) -> No
 
 def anchor_attributes(root: zarr.Group, *, where: str) -> dict[str, Any]:
     """Attributes of `policy/anchor`. Raises `IntegrityError` if there is none."""
-    node = root.get(ANCHOR_GROUP)
+    with _reading(ANCHOR_GROUP, where):
+        node = root.get(ANCHOR_GROUP)
     if not isinstance(node, zarr.Group):
         raise _missing(ANCHOR_GROUP, where)
     return node.attrs.asdict()
 
 
-def read_anchor_tensors(
-    root: zarr.Group, specs: tuple[TensorSpec, ...], digests: Mapping[str, str], *, where: str
-) -> PolicyTensors:
-    """Every tensor of the newest anchor, each checked against its digest.
+def anchor_node(name: str, piece: Piece | None) -> str:
+    """The node of a tensor, or of a piece of it, within the anchor's group."""
+    return tensor_node(name) if piece is None else f"{tensor_node(name)}@{piece.start}"
 
-    Raises `IntegrityError` naming the tensor. The arrays are fresh, writable and contiguous.
+
+def read_anchor_tensor(
+    root: zarr.Group, spec: TensorSpec, digest: str, *, where: str, cut: CutTensors | None = None
+) -> BitArray:
+    """A tensor of the newest anchor, checked against its digest, put together where it is cut.
+
+    Raises `IntegrityError` naming the tensor. The array is fresh, writable and contiguous.
     """
-    bits = {spec.name: _read_tensor(root, spec, where=where) for spec in specs}
-    for spec in specs:
-        found, expected = tensor_digest(bits[spec.name]), digests[spec.name]
-        if found != expected:
-            path = f"{ANCHOR_GROUP}/{tensor_node(spec.name)}"
-            raise _mismatch(path, where, found=found, expected=expected)
-    return PolicyTensors(specs=specs, bits=bits)
+    if cut is None or not cut.shares.is_cut(spec.name):
+        return _read_checked(root, spec, digest, node=anchor_node(spec.name, None), where=where)
+    whole: BitArray = np.empty(spec.shape, uint_dtype(spec.dtype))
+    for piece in cut.shares.pieces[spec.name]:
+        whole[piece.start : piece.stop] = read_anchor_piece(root, spec, piece, cut, where=where)
+    return whole
 
 
-def _read_tensor(root: zarr.Group, spec: TensorSpec, *, where: str) -> BitArray:
-    path = f"{ANCHOR_GROUP}/{tensor_node(spec.name)}"
+def read_anchor_piece(
+    root: zarr.Group, spec: TensorSpec, piece: Piece, cut: CutTensors, *, where: str
+) -> BitArray:
+    """One piece of a cut tensor, checked against its digest. Raises `IntegrityError`."""
+    local, node = piece_spec(spec, piece), anchor_node(spec.name, piece)
+    return _read_checked(root, local, cut.digest_of(spec.name, piece), node=node, where=where)
+
+
+def _read_checked(
+    root: zarr.Group, spec: TensorSpec, digest: str, *, node: str, where: str
+) -> BitArray:
+    """A tensor with its digest; what a cache has of it is given up if it is not that."""
+    path = f"{ANCHOR_GROUP}/{node}"
+    identify(root.store, path, digest)
+    try:
+        return _read_with_digest(root, path, spec, digest, where=where)
+    except IntegrityError:
+        if not forget(root.store, path):
+            raise
+    return _read_with_digest(root, path, spec, digest, where=where)
+
+
+def _read_with_digest(
+    root: zarr.Group, path: str, spec: TensorSpec, digest: str, *, where: str
+) -> BitArray:
+    bits = _read_tensor(root, path, spec, where=where)
+    found = tensor_digest(bits)
+    if found != digest:
+        raise _mismatch(path, where, found=found, expected=digest)
+    return bits
+
+
+def _read_tensor(root: zarr.Group, path: str, spec: TensorSpec, *, where: str) -> BitArray:
     array = _array(root, path, where=where)
     if array.shape != spec.shape or array.dtype != uint_dtype(spec.dtype):
         raise IntegrityError(
@@ -179,7 +238,8 @@ def _read_tensor(root: zarr.Group, spec: TensorSpec, *, where: str) -> BitArray:
 
 
 def _array(root: zarr.Group, path: str, *, where: str) -> zarr.Array[Any]:
-    node = root.get(path)
+    with _reading(path, where):
+        node = root.get(path)
     if not isinstance(node, zarr.Array):
         raise _missing(path, where)
     return node

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .bits import PolicyTensors
-from .chain import CodecLookup, CodecState, check_target, fold, target_of
+from .chain import CodecLookup, CodecState, check_target, fold
 from .errors import DeltaloomError, StorageError
 from .layout import STATE_GROUP
 from .opening import DEFAULT_BRANCH
@@ -128,7 +128,6 @@ def _advance(
         rebuilt = rebuild(repository, info, codecs)
         return _Cursor(info=info, tensors=rebuilt.tensors, state=rebuilt.state)
     links = load_links(repository, [info], base_digest=cursor.info.state_digest)
-    folded = fold(cursor.tensors, links, state=cursor.state, codecs=codecs)
-    check_target(folded, info)
-    target = target_of(folded)
-    return _Cursor(info=info, tensors=target, state=folded.advanced())
+    folded = fold(cursor.tensors, links, state=cursor.state, codecs=codecs, owned=True)
+    check_target(folded, info, shares=links[-1].shares)
+    return _Cursor(info=info, tensors=folded.tensors, state=folded.state)

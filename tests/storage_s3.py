@@ -67,12 +67,13 @@ class Faults:
         self.delay_seconds = 0.0
         self.hidden_prefix = ""
         self.hide_count = 0
+        self.cut_count = 0
         self.lose_reply_to = ""
         self.num_requests = 0
         self.num_failed = 0
 
     def decide(self, method: str, path: str) -> str:
-        """ "pass", "fail" (503), "hide" (404) or "lose" (done, but no reply)."""
+        """ "pass", "fail" (503), "hide" (404), "cut" (half a reply) or "lose" (no reply)."""
         with self.lock:
             self.num_requests += 1
             if self.fail_every and self.num_requests % self.fail_every == 0:
@@ -81,6 +82,9 @@ class Faults:
             if method == "GET" and self.hidden_prefix in path and self.hide_count > 0:
                 self.hide_count -= 1
                 return "hide"
+            if method == "GET" and "/chunks/" in path and self.cut_count > 0:
+                self.cut_count -= 1
+                return "cut"
             if self.lose_reply_to and method == "PUT" and self.lose_reply_to in path:
                 self.lose_reply_to = ""
                 return "lose"
@@ -106,6 +110,9 @@ def s3_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
             status, headers, content = self._forward(body)
             if verdict == "lose":
                 self._answer(503, {}, b"")
+            elif verdict == "cut":
+                self._answer(status, headers, content, num_bytes=len(content) // 2)
+                self.close_connection = True
             else:
                 self._answer(status, headers, content)
 
@@ -117,7 +124,14 @@ def s3_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
             connection.close()
             return response.status, dict(response.getheaders()), content
 
-        def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        def _answer(
+            self,
+            status: int,
+            headers: dict[str, str],
+            content: bytes,
+            *,
+            num_bytes: int | None = None,
+        ) -> None:
             self.send_response(status)
             skipped = {"connection", "transfer-encoding", "date", "server"}
             if self.command != "HEAD":
@@ -128,7 +142,7 @@ def s3_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
                     self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(content)
+                self.wfile.write(content[:num_bytes])
 
         def log_message(self, format: str, *args: object) -> None:
             return None

@@ -7,7 +7,7 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -90,6 +90,15 @@ class CountCodec:
         assert isinstance(history, CountHistory)
         for name, change in changes.items():
             history.counts[name][change.indices] += 1
+
+    def dump_history(self, history: History) -> Mapping[str, npt.NDArray[Any]]:
+        assert isinstance(history, CountHistory)
+        return history.counts
+
+    def load_history(
+        self, specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> History:
+        return CountHistory({name: array.copy() for name, array in arrays.items()})
 
     def _mask(self, history: History, name: str, change: Change) -> npt.NDArray[Any]:
         assert isinstance(history, CountHistory)

@@ -15,6 +15,7 @@ import icechunk
 import numpy as np
 import pytest
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher
 from deltaloom.storage.backend import Cause, classify, translated
@@ -25,6 +26,7 @@ from deltaloom.storage.errors import (
     NotFoundError,
     StorageError,
 )
+from deltaloom.storage.tree import anchor_attributes, read_group
 
 from .storage_support import (
     CountCodec,
@@ -133,6 +135,22 @@ def test_a_chunk_reference_lost_from_the_manifest_does_not_read_as_zeros(tmp_pat
     session.commit("damage", metadata=metadata)
     with pytest.raises(IntegrityError, match=r"policy/anchor/layer\.float32"):
         PolicyRepository.open(tmp_path / "s").read_policy(0, codecs())
+
+
+@pytest.mark.parametrize("damage", [b"\xb2\xff", b"{", b"[]", b"{}"])
+def test_unreadable_metadata_of_a_node_is_an_integrity_error(damage: bytes) -> None:
+    memory = zarr.storage.MemoryStore()
+    root = zarr.open_group(memory, mode="w")
+    root.create_group("policy/anchor")
+    root.create_array("policy/delta/data", shape=(1,), dtype="u1")
+    for path in ("policy/anchor", "policy/delta/data"):
+        memory._store_dict[f"{path}/zarr.json"] = default_buffer_prototype().buffer.from_bytes(
+            damage
+        )
+    with pytest.raises(IntegrityError, match="policy/anchor"):
+        anchor_attributes(root, where="here")
+    with pytest.raises(IntegrityError, match="policy/delta/data"):
+        read_group(memory, "policy/delta", digest="", where="here")
 
 
 def test_a_damaged_version_does_not_keep_the_next_from_being_published(tmp_path: Path) -> None:

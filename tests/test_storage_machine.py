@@ -83,7 +83,12 @@ class StoreMachine(RuleBasedStateMachine):
                 raise CrashError
 
         with Publisher(
-            self.repository, codec=CountCodec(), branch=branch, anchor_every=3, faults=fault
+            self.repository,
+            codec=CountCodec(),
+            branch=branch,
+            anchor_every=4,
+            fold_every=2,
+            faults=fault,
         ) as publisher:
             committed = crash in ("", "committed")
             try:

@@ -6,9 +6,11 @@ that listing plugins stays cheap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy.typing as npt
 
 from ....storage.bits import PolicyTensors, TensorSpec
 from ....storage.codec import Changes, EncodedDelta, History
@@ -61,3 +63,15 @@ class ContextCodec:
         from .delta import advance_history
 
         advance_history(history, old, changes)
+
+    def dump_history(self, history: History) -> Mapping[str, npt.NDArray[Any]]:
+        from .portable import dump_history
+
+        return dump_history(history)
+
+    def load_history(
+        self, specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> History:
+        from .portable import load_history
+
+        return load_history(specs, arrays)

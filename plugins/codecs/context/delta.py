@@ -43,7 +43,7 @@ def encode_delta(
 ) -> EncodedDelta:
     """The payload and the changes it stands for; the bytes do not depend on `num_threads`."""
     check_same_specs(old, new)
-    past = _own(history)
+    past = own_history(history)
     ages = past.ages()
 
     def encode(job: Block | TensorSpec) -> tuple[bytes, Found]:
@@ -64,7 +64,7 @@ def decode_delta(
     payload: bytes, old: PolicyTensors, *, history: History, num_threads: int
 ) -> Changes:
     """The inverse of `encode_delta`. Raises `IntegrityError` for bytes it never makes."""
-    past = _own(history)
+    past = own_history(history)
     ages = past.ages()
     reader = Reader(payload, format_id=FORMAT_ID)
     jobs = _jobs(old.specs)
@@ -86,7 +86,7 @@ def decode_delta(
 
 def advance_history(history: History, old: PolicyTensors, changes: Changes) -> None:
     """Record, in place, that `changes` took `old` to the next state."""
-    _own(history).advance(old, changes)
+    own_history(history).advance(old, changes)
 
 
 def _map(
@@ -102,7 +102,8 @@ def _jobs(specs: Sequence[TensorSpec]) -> list[Block | TensorSpec]:
     return [*cut_blocks(specs), *plain_specs(specs)]
 
 
-def _own(history: History) -> ContextHistory:
+def own_history(history: History) -> ContextHistory:
+    """The history, if it is of this codec. Raises `InputError`."""
     if not isinstance(history, ContextHistory):
         raise InputError(
             f"the history must come from the context codec, got {type(history).__name__}.",
