@@ -32,7 +32,7 @@ from .folds import FoldInfo, drop_fold, write_fold
 from .opening import DEFAULT_BRANCH
 from .packing import Arrays, Values
 from .rebuild import read_anchor, rebuild
-from .records import CommitInfo, DeltaInfo, record_to_text
+from .records import CommitInfo, DeltaInfo, VersionRef, record_to_text
 from .repository import PolicyRepository
 from .transaction import VersionContent, pack_payload, stale_parent
 from .tree import PackedGroup
