@@ -139,10 +139,13 @@ class PublishOptions:
     max_chain_ratio: float = 1.0
     """A full copy is stored earlier once the deltas since the last one cost more than so many
     full copies: what a worker that joins late has to fetch."""
+    fold_every: int = 0
+    """Versions between folds: one payload in place of all deltas since the full copy, for workers
+    that join late, stored where it is smaller than they are; 0 for none."""
     state_every: int = 10
     """Versions between copies of the trainer's state; those between are rebuilt by replay."""
     timeout_seconds: float = 600.0
     """Longest one commit may take."""
 
     def __post_init__(self) -> None:
-        check_least(self, anchor_every=1, state_every=1, max_chain_ratio=0)
+        check_least(self, anchor_every=1, state_every=1, max_chain_ratio=0, fold_every=0)

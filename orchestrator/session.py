@@ -347,6 +347,7 @@ class Session:
             owner=f"{socket.gethostname()}:{os.getpid()}",
             anchor_every=publish.options.anchor_every,
             max_chain_ratio=publish.options.max_chain_ratio,
+            fold_every=publish.options.fold_every,
             select_anchor=self._plugins.hook.select_anchor,
             codecs=self._codecs,
             faults=self._faults,

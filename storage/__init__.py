@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .repository import PolicyRepository
     from .retention import GcReport, gc
     from .sharded_publisher import ShardCoordinator, ShardPublisher
-    from .sharding import plan_transfer
+    from .sharding import describe_plan, plan_transfer
+    from .share_reader import ShareSubscriber
+    from .shares import row_shares, shares_of
     from .subscriber import Activation, StagedVersion, Subscriber
     from .transfer import TransferCounts, TransferOptions
     from .verify import VerifyReport
@@ -34,6 +36,7 @@ _MODULES = {
     "Publisher": "publisher",
     "ShardCoordinator": "sharded_publisher",
     "ShardPublisher": "sharded_publisher",
+    "ShareSubscriber": "share_reader",
     "StagedVersion": "subscriber",
     "Subscriber": "subscriber",
     "TensorSpec": "bits",
@@ -41,6 +44,7 @@ _MODULES = {
     "TransferOptions": "transfer",
     "VerifyReport": "verify",
     "VersionRef": "records",
+    "describe_plan": "sharding",
     "export_safetensors": "export",
     "gc": "retention",
     "import_safetensors": "export",
@@ -48,6 +52,8 @@ _MODULES = {
     "needs_anchor": "drafting",
     "pack": "packing",
     "plan_transfer": "sharding",
+    "row_shares": "shares",
+    "shares_of": "shares",
     "unpack": "packing",
 }
 
@@ -62,6 +68,7 @@ __all__ = [
     "Publisher",
     "ShardCoordinator",
     "ShardPublisher",
+    "ShareSubscriber",
     "StagedVersion",
     "Subscriber",
     "TensorSpec",
@@ -69,6 +76,7 @@ __all__ = [
     "TransferOptions",
     "VerifyReport",
     "VersionRef",
+    "describe_plan",
     "export_safetensors",
     "gc",
     "import_safetensors",
@@ -76,6 +84,8 @@ __all__ = [
     "needs_anchor",
     "pack",
     "plan_transfer",
+    "row_shares",
+    "shares_of",
     "unpack",
 ]
 

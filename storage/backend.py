@@ -6,6 +6,7 @@ patterns are here and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import icechunk
+from zarr.core.sync import sync
 from zarr.errors import BaseZarrError
 
 from .errors import (
@@ -27,6 +29,8 @@ from .errors import (
     NotFoundError,
     StorageError,
 )
+
+_SETTLE_SECONDS: Final = 30.0
 
 
 class Cause(Enum):
@@ -110,9 +114,29 @@ def translated(
         raise
     except BACKEND_ERRORS as error:
         cause = classify(error)
+        if cause is not Cause.ABSENT:
+            settle()
         if cause is Cause.ABSENT:
             raise absent(_message(action, location, error), code=absent_code) from error
         raise _build(cause, action, location, error, needed_bytes) from error
+
+
+def settle() -> None:
+    """Wait for requests that a failed one left under way beside it.
+
+    zarr asks for many chunks at once and gives up at the first error. A request that ends when
+    the interpreter does aborts the process.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        sync(_others_done())
+
+
+async def _others_done() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_SETTLE_SECONDS)
 
 
 def _build(

@@ -41,7 +41,7 @@ class TransferOptions:
     The backend's own metadata is not counted."""
     max_tries: int = 5
     """How often a piece is asked for, with growing pauses, while the backend is unavailable."""
-    cache: Path | None = None
+    cache: str | Path | None = None
     """Folder of pieces already downloaded; None: nothing is kept."""
     cache_bytes: int = 8 << 30
     """Size beyond which the cache drops its oldest pieces."""
@@ -96,9 +96,9 @@ class Transfer:
         self.options = options
         rate = options.bytes_per_second
         self._budget = ByteBudget(rate) if rate is not None else None
-        self.cache = (
-            PieceCache(options.cache, max_bytes=options.cache_bytes) if options.cache else None
-        )
+        self.cache: PieceCache | None = None
+        if options.cache is not None:
+            self.cache = PieceCache(Path(options.cache), max_bytes=options.cache_bytes)
         self.in_pieces = rate is not None or options.cache is not None
         """Whether chunks are read piece by piece; it takes longer where latency counts."""
         self._is_needed = is_remote or self.in_pieces

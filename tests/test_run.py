@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from .resume_support import task_lines
 from .run_support import command, deltaloom, tiny_pipeline, versions, worker_pids
 
 
@@ -42,6 +43,13 @@ def test_rollouts_are_one_version_behind_after_the_first_steps(finished: Path) -
 def test_the_metrics_file_has_every_step_once(finished: Path) -> None:
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rollout_tasks_tell_how_long_generating_had_to_pause(finished: Path) -> None:
+    rollouts = [line for line in task_lines(finished) if line["task"].startswith("rollout/")]
+    assert all(0 <= line["activate_seconds"] <= line["weights_seconds"] for line in rollouts)
+    assert any(line["activate_seconds"] > 0 for line in rollouts)
+    assert len(rollouts) >= 6
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -153,6 +153,35 @@ def test_unreadable_metadata_of_a_node_is_an_integrity_error(damage: bytes) -> N
         read_group(memory, "policy/delta", digest="", where="here")
 
 
+def test_a_read_that_failed_leaves_nothing_under_way_at_exit(tmp_path: Path) -> None:
+    """A request that ends after the interpreter did would abort the process."""
+    storage = icechunk.local_filesystem_storage(str(tmp_path / "s"))
+    session = icechunk.Repository.create(storage).writable_session("main")
+    array = zarr.create_group(session.store).create_array(
+        "a", shape=(150, 50_000), chunks=(1, 50_000), dtype="u1"
+    )
+    array[...] = np.random.default_rng(0).integers(0, 255, array.shape, np.uint8)
+    session.commit("many chunks")
+    os.truncate(stored_objects(tmp_path / "s", "chunks")[0], 10)
+    code = (
+        "import icechunk, sys, zarr\n"
+        "from deltaloom.storage.backend import silence_backend_log\n"
+        "from deltaloom.storage.tree import _read_whole\n"
+        "silence_backend_log()\n"
+        "storage = icechunk.local_filesystem_storage(sys.argv[1])\n"
+        "session = icechunk.Repository.open(storage).readonly_session('main')\n"
+        "_read_whole(zarr.open_group(session.store, mode='r')['a'], 'a', where='here')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "s")]
+    for _ in range(3):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1]
+        )
+        assert done.returncode == 1
+        assert "IntegrityError" in done.stderr
+        assert "panicked" not in done.stderr
+
+
 def test_a_damaged_version_does_not_keep_the_next_from_being_published(tmp_path: Path) -> None:
     repository = make_store(tmp_path / "s", STATES[:2])
     with Publisher.resume(repository, codec=CountCodec()) as publisher:

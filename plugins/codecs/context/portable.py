@@ -66,8 +66,9 @@ def _gaps(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 
 def _positions(gaps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     ends = gaps != LONG_GAP
-    passed = np.cumsum(gaps, dtype=np.int64)[ends]
-    return passed + np.arange(passed.size)
+    passed: npt.NDArray[np.int64] = np.cumsum(gaps, dtype=np.int64)[ends]
+    passed += np.arange(passed.size)
+    return passed
 
 
 def _fill_past(
