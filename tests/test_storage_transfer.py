@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,8 @@ STATES = history_of(3)
 HEADER_BYTES = 16
 
 
-def reader(store: Path | str, cache: Path | None = None, **options: float) -> PolicyRepository:
-    return PolicyRepository.open(
-        store, read_only=True, transfer=TransferOptions(cache=cache, **options)
-    )
+def reader(store: Path | str, cache: Path | None = None) -> PolicyRepository:
+    return PolicyRepository.open(store, read_only=True, transfer=TransferOptions(cache=cache))
 
 
 def pieces(cache: Path) -> list[Path]:
@@ -187,7 +186,7 @@ def test_the_cache_drops_its_oldest_pieces_beyond_its_size(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "options", [{"bytes_per_second": 0}, {"max_tries": 0}, {"cache_bytes": -1}]
 )
-def test_options_that_can_never_work_are_refused(options: dict[str, int]) -> None:
+def test_options_that_can_never_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         TransferOptions(**options)
 
