@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from icechunk import IcechunkError
+from zarr.core.sync import sync
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher, TransferOptions
 from deltaloom.storage.cache import PieceCache, _checksum
 from deltaloom.storage.errors import InputError, IntegrityError
-from deltaloom.storage.transfer import PIECE_BYTES, ByteBudget
+from deltaloom.storage.transfer import PIECE_BYTES, ByteBudget, Transfer
 
 from .storage_s3 import BUCKET, CREDENTIALS, Faults, s3_proxy, s3_server
 from .storage_support import (
@@ -210,4 +212,35 @@ def test_a_connection_that_breaks_in_mid_object_is_tried_again(
         faults.cut_count = 3
         assert same(repository.read_policy(1, codecs()), STATES[1])
         assert faults.cut_count == 0
-        assert repository.moved.num_retries > 0
+
+
+@pytest.mark.parametrize(
+    ("message", "num_calls"),
+    [("error sending request for url", 3), ("ref not found `nope`", 1), ("early eof", 1)],
+)
+def test_only_what_may_pass_is_tried_again(message: str, num_calls: int) -> None:
+    transfer = Transfer(TransferOptions(max_tries=3), is_remote=True)
+    calls = []
+
+    async def fail() -> None:
+        calls.append(message)
+        raise IcechunkError(message)
+
+    with pytest.raises(IcechunkError):
+        sync(transfer.repeated(fail))
+    assert len(calls) == num_calls
+    assert transfer.counts().num_retries == num_calls - 1
+
+
+def test_what_works_the_second_time_is_returned() -> None:
+    transfer = Transfer(TransferOptions(max_tries=3), is_remote=True)
+    outcomes = iter([IcechunkError("error sending request for url"), None])
+
+    async def sometimes() -> str:
+        error = next(outcomes)
+        if error is not None:
+            raise error
+        return "done"
+
+    assert sync(transfer.repeated(sometimes)) == "done"
+    assert transfer.counts().num_retries == 1
