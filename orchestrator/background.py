@@ -28,6 +28,7 @@ class BackgroundThread:
     """
 
     def __init__(self, name: str, *, notify: Callable[[], None]) -> None:
+        self.name = name
         self._notify = notify
         self._work: queue.SimpleQueue[tuple[int, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()

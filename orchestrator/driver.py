@@ -27,8 +27,10 @@ from .executor import (
     TaskFault,
     TaskResult,
     TaskSpec,
+    WorkerEvent,
     WorkerJoined,
     WorkerLeft,
+    WorkerRefused,
 )
 from .plan import Plan
 from .resolve import ResolvedPipeline
@@ -53,7 +55,9 @@ from .task_state import (
 )
 from .training import StepOutcome, StepResult
 from .types import ScoredGroup
+from .waits import Outstanding, Wait, seconds_without_progress, task_waits, worker_words
 from .wire import PORT_CODECS, prompt_digest, score_to_json, unpack_prompts
+from .worker_board import WorkerBoard
 
 POLL_SECONDS = 1.0
 
@@ -112,7 +116,7 @@ class Observer(Protocol):
 
     def on_fault(self, fault: TaskFault) -> None: ...
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None: ...
+    def on_worker(self, event: WorkerEvent) -> None: ...
 
     def on_step(self, record: StepRecord) -> None: ...
 
@@ -144,8 +148,10 @@ class Driver:
         committing: CommittingRole,
         observers: Sequence[Observer],
         heads: Mapping[int, str],
+        board: WorkerBoard,
         spool: ResultSpool | None = None,
     ) -> None:
+        self._board = board
         self._spool = spool
         self._found: list[TaskResult] = []
         self._pipeline = pipeline
@@ -219,6 +225,7 @@ class Driver:
         events += [self._on_committed(done) for done in self._committer.completed()]
         if not events:
             self._check_deadlines()
+        self._watch()
         return events
 
     def _on_executor_event(self, event: ExecutorEvent) -> list[Event]:
@@ -227,7 +234,7 @@ class Driver:
                 return self._on_result(event)
             case TaskFault():
                 return [self._on_fault(event)]
-            case WorkerJoined() | WorkerLeft():
+            case WorkerJoined() | WorkerLeft() | WorkerRefused():
                 for observer in self._observers:
                     observer.on_worker(event)
         return []
@@ -236,7 +243,7 @@ class Driver:
         started = time.monotonic() - self._started - result.seconds
         for observer in self._observers:
             observer.on_task(result, started_seconds=started)
-        if result.task.step > self._state.trained and result.task not in self._results:
+        if self._state.awaits(result.task, attempt=result.attempt):
             self._keep(result)
             self._results[result.task] = result.output
             self._num_items[result.task] = result.num_items
@@ -334,6 +341,7 @@ class Driver:
                 deadline_seconds=node.options.timeout_seconds,
                 version=version,
                 snapshot_id=snapshot_id,
+                role=node.spec.role.value,
             )
         )
 
@@ -463,6 +471,12 @@ class Driver:
                 remedy="Look at the scorer, and at the workers' logs.",
             )
 
+    def _watch(self) -> None:
+        """Let others see what the workers do."""
+        if self._board.due:
+            workers = self._executor.workers()
+            self._board.show(workers, self._waits(workers))
+
     def _check_deadlines(self) -> None:
         (train,) = self._pipeline.by_role("train") or (None,)
         (publish,) = self._pipeline.by_role("publish") or (None,)
@@ -474,19 +488,57 @@ class Driver:
             )
         idle = time.monotonic() - self._progressed
         busy = self._trainer.busy_seconds() or self._committer.busy_seconds()
-        if not busy and idle > self._pipeline.options.stall_seconds:
+        limit = self._pipeline.options.stall_seconds
+        if (
+            not busy
+            and idle > limit
+            and seconds_without_progress(idle, self._executor.workers()) > limit
+        ):
             raise self._late("any progress")
 
-    def _late(self, what: str) -> DeadlineError:
-        waits = "; ".join(self._state.waiting_for()) or "nothing"
-        workers = "; ".join(
-            f"{w['worker']} pid {w['pid']}: {w['task'] or 'idle'}, "
-            f"{w['idle_seconds']:.0f} s without progress"
-            for w in self._executor.workers()
+    def _waits(self, workers: Sequence[Mapping[str, Any]]) -> list[Wait]:
+        """All that is outstanding, with who must deliver it."""
+        waits = task_waits(
+            [self._outstanding(task, attempt) for task, attempt in self._state.outstanding()],
+            workers,
+            idle_seconds=time.monotonic() - self._progressed,
+            stall_seconds=self._pipeline.options.stall_seconds,
         )
+        for role, what, thread in (
+            ("train", f"training of step {self._state.training}", self._trainer),
+            ("publish", f"the commit of version {self._state.publishing}", self._committer),
+        ):
+            if thread.busy_seconds():
+                (node,) = self._pipeline.by_role(role)
+                waits.append(
+                    Wait(
+                        what=what,
+                        producer=f"the driver's {thread.name} thread (node {node.name!r})",
+                        seconds=thread.busy_seconds(),
+                        deadline_seconds=node.options.timeout_seconds,
+                    )
+                )
+        return waits
+
+    def _outstanding(self, task: TaskId, attempt: int) -> Outstanding:
+        return Outstanding(
+            task=task,
+            attempt=attempt,
+            version=self._policy_of(task)[0],
+            deadline_seconds=self._pipeline.nodes[task.node].options.timeout_seconds,
+        )
+
+    def _late(self, what: str) -> DeadlineError:
+        workers = self._executor.workers()
+        waits = self._waits(workers)
+        self._executor.dump()
+        dump = self._board.dump(workers, waits)
         return DeadlineError(
-            f"waited too long for {what}. Waiting for: {waits}. Workers: {workers}.",
+            f"waited too long for {what}. Waiting for: "
+            f"{'; '.join(wait.words for wait in waits) or 'nothing'}. Workers: "
+            f"{'; '.join(map(worker_words, workers)) or 'none'}.",
             code=RunErrorCode.NO_PROGRESS,
+            remedy=f"What everybody was doing is in {dump}.",
         )
 
     def _rollout_name(self) -> str:

@@ -45,6 +45,8 @@ class RunErrorCode(StrEnum):
     INTERRUPTED = "interrupted"
     REPLAY_DIVERGED = "replay-diverged"
     NONFINITE_GRADIENT = "nonfinite-gradient"
+    SCHEDULER_LOST = "scheduler-lost"
+    NO_WORKER = "no-worker"
 
 
 class OrchestratorError(DeltaloomError):

@@ -34,7 +34,8 @@ class TaskSpec:
     """One try of one task. `inputs` are packed port values, in the node's input order.
 
     `version` and `snapshot_id` name the policy a rollout is generated with. `priority` orders
-    tasks that wait for a worker. `deadline_seconds` is the longest time without progress.
+    tasks that wait for a worker. `deadline_seconds` is the longest time without progress. `role`
+    is that of the node, for executors that place roles on different workers.
     """
 
     task: TaskId
@@ -45,6 +46,7 @@ class TaskSpec:
     deadline_seconds: float
     version: int = 0
     snapshot_id: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,16 @@ class WorkerLeft:
     reason: str
 
 
-ExecutorEvent = TaskResult | TaskFault | WorkerJoined | WorkerLeft
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused:
+    """A worker offered itself and cannot serve the run; it gets no tasks."""
+
+    worker: str
+    reason: str
+
+
+WorkerEvent = WorkerJoined | WorkerLeft | WorkerRefused
+ExecutorEvent = TaskResult | TaskFault | WorkerEvent
 
 
 class Executor(Protocol):
@@ -98,7 +109,7 @@ class Executor(Protocol):
     Config: ClassVar[type[Any]]
 
     def start(self) -> None:
-        """Start the workers. Returns at once; they report with `WorkerJoined`."""
+        """Start the workers, or reach those there are; they report with `WorkerJoined`."""
         ...
 
     def submit(self, spec: TaskSpec) -> None: ...
@@ -112,7 +123,16 @@ class Executor(Protocol):
         ...
 
     def workers(self) -> list[Mapping[str, Any]]:
-        """What every worker is doing: name, pid, host, task, item, seconds since progress."""
+        """What every worker is doing.
+
+        Keys: `worker`, `pid`, `host`, `ready`; `role` and `task` of what it runs, empty when
+        idle; `version` its engine holds, -1 for none; `item` it is at, -1 before the first;
+        `idle_seconds` since it last made progress.
+        """
+        ...
+
+    def dump(self) -> None:
+        """Have every worker write the stacks of its threads to its log. Returns at once."""
         ...
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ BUNDLED_PLUGINS = (
     "optimizers.xpipe",
     "pipeline.prediction",
     "scorers.function",
+    "executors.dask_executor",
     "executors.local",
     "trackers.jsonl",
 )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .driver import Observer, StepRecord
-from .executor import TaskFault, TaskResult, WorkerJoined, WorkerLeft
+from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft, WorkerRefused
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -26,7 +26,7 @@ class QuietProgress:
     def on_fault(self, fault: TaskFault) -> None:
         """Ignored."""
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None:
+    def on_worker(self, event: WorkerEvent) -> None:
         """Ignored."""
 
     def on_step(self, record: StepRecord) -> None:
@@ -42,11 +42,8 @@ class PlainProgress(QuietProgress):
     def on_fault(self, fault: TaskFault) -> None:
         _say(f"task {fault.task} on {fault.worker}: {fault.reason}")
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None:
-        if isinstance(event, WorkerLeft):
-            _say(f"worker {event.worker} left: {event.reason}")
-        else:
-            _say(f"worker {event.worker} is ready")
+    def on_worker(self, event: WorkerEvent) -> None:
+        _say(describe_worker(event))
 
     def on_step(self, record: StepRecord) -> None:
         now = time.monotonic()
@@ -65,9 +62,9 @@ class LiveProgress(QuietProgress):
     def on_fault(self, fault: TaskFault) -> None:
         self._progress.console.print(f"task {fault.task} on {fault.worker}: {fault.reason}")
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None:
-        if isinstance(event, WorkerLeft):
-            self._progress.console.print(f"worker {event.worker} left: {event.reason}")
+    def on_worker(self, event: WorkerEvent) -> None:
+        if not isinstance(event, WorkerJoined):
+            self._progress.console.print(describe_worker(event))
 
     def on_step(self, record: StepRecord) -> None:
         if self._bar is None:
@@ -92,6 +89,17 @@ def progress_observer(*, quiet: bool) -> Iterator[Observer]:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns) as progress:
             yield LiveProgress(progress)
+
+
+def describe_worker(event: WorkerEvent) -> str:
+    """What became of a worker, in a line."""
+    match event:
+        case WorkerLeft():
+            return f"worker {event.worker} left: {event.reason}"
+        case WorkerRefused():
+            return f"worker {event.worker} refused: {event.reason}"
+        case WorkerJoined():
+            return f"worker {event.worker} is ready"
 
 
 def describe_step(record: StepRecord) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .accounting import Accounting
 from .committing import committed_of
 from .driver import Committed, StepRecord
-from .executor import TaskFault, TaskResult, WorkerJoined, WorkerLeft
+from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
 from .interfaces import Tracker
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
@@ -72,9 +72,9 @@ class RunRecorder:
             },
         )
 
-    def on_worker(self, event: WorkerJoined | WorkerLeft) -> None:
-        reason = event.reason if isinstance(event, WorkerLeft) else ""
-        kind = "left" if isinstance(event, WorkerLeft) else "joined"
+    def on_worker(self, event: WorkerEvent) -> None:
+        reason = "" if isinstance(event, WorkerJoined) else event.reason
+        kind = {WorkerJoined: "joined", WorkerLeft: "left"}.get(type(event), "refused")
         append_json_line(
             self._run_dir.tasks_file, {"worker": event.worker, "event": kind, "reason": reason}
         )

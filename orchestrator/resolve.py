@@ -58,15 +58,17 @@ class ResolvedPipeline:
     nodes: Mapping[str, ResolvedNode]
     model: ResolvedComponent
     trackers: tuple[ResolvedComponent, ...]
+    executor: ResolvedComponent
     config: Mapping[str, Any]
 
     @property
     def config_digest(self) -> str:
-        """Digest of the options that decide what is computed: not how many workers compute it."""
+        """Digest of the options that decide what is computed: not which workers compute it."""
         plain = {key: dict(value) for key, value in self.config.items()}
         for key in ("steps", "workers", "executor", "stall_seconds", "max_attempts"):
             plain["pipeline"].pop(key, None)
-        plain.pop("trackers", None)
+        for section in ("trackers", "executor"):
+            plain.pop(section, None)
         return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
 
     def by_role(self, role: str) -> tuple[ResolvedNode, ...]:
@@ -83,13 +85,20 @@ def resolve(
     both name the key and the nearest valid one.
     """
     overlay = overlay or {}
-    sections = ["pipeline", "model", "trackers", *(node.name for node in pipeline.nodes)]
+    sections = [
+        "pipeline",
+        "model",
+        "trackers",
+        "executor",
+        *(node.name for node in pipeline.nodes),
+    ]
     _check_sections(overlay, sections)
     options = config.build_config(
         PipelineOptions,
         config.merge(pipeline.options, _table(overlay, "pipeline")),
         path="pipeline",
     )
+    executor = _executor(plugins, options.executor, _table(overlay, "executor"))
     model = _component(plugins, "model", pipeline.model, _table(overlay, "model"), path="model")
     nodes = {
         spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
@@ -110,7 +119,23 @@ def resolve(
         nodes=nodes,
         model=model,
         trackers=trackers,
-        config=_plain(options, model, nodes, trackers),
+        executor=executor,
+        config=_plain(options, model, nodes, trackers, executor),
+    )
+
+
+def _executor(plugins: Plugins, name: str, tables: Mapping[str, Any]) -> ResolvedComponent:
+    """The executor chosen, with the options in the table of its name; other tables may wait."""
+    known = plugins.components["executor"]
+    for key in tables:
+        if key not in known:
+            raise ConfigError(
+                f"executor.{key}: unknown key. {suggest(key, known)}",
+                code=RunErrorCode.UNKNOWN_KEY,
+            )
+    path = f"executor.{name}"
+    return _component(
+        plugins, "executor", ComponentChoice(name, {}), _table(tables, name), path=path
     )
 
 
@@ -213,12 +238,14 @@ def _plain(
     model: ResolvedComponent,
     nodes: Mapping[str, ResolvedNode],
     trackers: tuple[ResolvedComponent, ...],
+    executor: ResolvedComponent,
 ) -> dict[str, Any]:
     tree: dict[str, Any] = {"pipeline": config.to_plain(options), "model": _plain_component(model)}
     for name, node in nodes.items():
         tree[name] = config.to_plain(node.options)
         tree[name] |= {slot: _plain_component(part) for slot, part in node.components.items()}
     tree["trackers"] = {part.name: config.to_plain(part.config) for part in trackers}
+    tree["executor"] = {executor.name: config.to_plain(executor.config)}
     return tree
 
 

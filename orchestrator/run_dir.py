@@ -6,9 +6,10 @@ logs/           output of each worker
 config.json     the resolved configuration
 metrics.jsonl   one line a step, by the `jsonl` tracker
 tasks.jsonl     one line a task: worker, start, seconds
+workers.json    what every worker does, while the run runs
 spool/          results of finished tasks that no committed version has consumed yet
 summary.json    written when the run ends
-branches/NAME/  the last five of another branch than the first
+branches/NAME/  the last six of another branch than the first
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class RunDir:
     @property
     def tasks_file(self) -> Path:
         return self.records / "tasks.jsonl"
+
+    @property
+    def workers_file(self) -> Path:
+        return self.records / "workers.json"
 
     @property
     def logs(self) -> Path:

@@ -98,10 +98,11 @@ def _in_the_directory() -> Sequence[SavedItem]:
         (run.spool, "results of finished tasks", "each task, until its version is committed"),
         (run.metrics_file, "metrics", "every version; missing lines are written again"),
         (run.tasks_file, "who did which task, when", "each task"),
+        (run.workers_file, "what every worker does", "every second"),
         (run.logs, "output of workers", "as it comes"),
         (run.summary_file, "figures of the whole run", "the end"),
     )
-    uses = ("resume", "people", "resume", "people", "people", "people", "people")
+    uses = ("resume", "people", "resume", "people", "people", "people", "people", "people")
     return [
         SavedItem(what=what, where=f"`{path.relative_to(_ROOT)}`", when=when, use=use)
         for (path, what, when), use in zip(rows, uses, strict=True)

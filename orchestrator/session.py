@@ -36,6 +36,7 @@ from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
 from .types import ScoredGroup
+from .worker_board import WorkerBoard
 from .worker_weights import codec_lookup
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ class Session:
             max_attempts=options.max_attempts,
         )
         recorder = self._recorder(start.head)
+        board = WorkerBoard(self._run_dir)
         executor = self._executor()
         try:
             self._plugins.hook.before_run_start(
@@ -252,6 +254,7 @@ class Session:
                 ),
                 observers=(recorder, *self._extra_observers),
                 heads=start.heads,
+                board=board,
                 spool=self._spool(),
             )
             try:
@@ -261,9 +264,11 @@ class Session:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
         finally:
+            workers = executor.workers()
             executor.close()
             recorder.close()
             trainer.close()
+            board.show(workers, [], ended=True)
         summary = recorder.summary(
             start.ledger.accounting(), seconds=time.monotonic() - self._started
         )
@@ -318,9 +323,7 @@ class Session:
 
     def _executor(self) -> Executor:
         options, manifest = self._pipeline.options, self._prepared.manifest
-        component = self._plugins.component("executor", options.executor)
-        executor: Executor = component(
-            component.Config(),
+        executor: Executor = self._pipeline.executor.create(
             num_workers=options.workers,
             bootstrap=WorkerBootstrap(
                 pipeline_path=manifest.pipeline_path,

@@ -230,24 +230,23 @@ class TaskState:
             assert entry.num_failures <= self.max_attempts, f"{task} failed too often"
         assert not self.completed or self.trained == self.last_step, "complete too early"
 
-    def waiting_for(self) -> list[str]:
-        """What the run waits for, in words, for reports of a stall."""
-        lines = [
-            f"task {task} (attempt {entry.attempt}, version "
-            f"{self.template.required_version(task.step)})"
+    def outstanding(self) -> list[tuple[TaskId, int]]:
+        """Tasks that are submitted and not back, with the number of their newest try."""
+        return [
+            (task, entry.attempt)
             for task, entry in sorted(self.tasks.items())
             if entry.status == "submitted"
         ]
-        if self.training is not None:
-            lines.append(f"training of step {self.training}")
-        if self.publishing is not None:
-            lines.append(f"commit of version {self.publishing}")
-        return lines
+
+    def awaits(self, task: TaskId, *, attempt: int) -> bool:
+        """Whether the result of this try is wanted: the first of a task's tries to finish."""
+        entry = self.tasks.get(task)
+        return entry is not None and entry.status == "submitted" and attempt <= entry.attempt
 
     def _on_finished(self, event: TaskFinished) -> None:
-        entry = self._current(event.task, event.attempt)
-        if entry is None:
+        if not self.awaits(event.task, attempt=event.attempt):
             return
+        entry = self.tasks[event.task]
         entry.status = "done"
         if event.task.node == self.template.shards_from:
             per_shard = self.template.items_per_shard
@@ -267,7 +266,7 @@ class TaskState:
         return [Stop(task=event.task, reason=event.reason)]
 
     def _current(self, task: TaskId, attempt: int) -> _Task | None:
-        """The task, if this is the try being waited for; None for duplicates and late results."""
+        """The task, if this is the newest try and waited for; None for faults of earlier ones."""
         entry = self.tasks.get(task)
         if entry is None or entry.status != "submitted" or entry.attempt != attempt:
             return None

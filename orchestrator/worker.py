@@ -69,6 +69,12 @@ class TaskRunner:
         data = PORT_CODECS[chain[-1].spec.output_kind].encode(output.items)
         return data, len(output.items), metrics
 
+    @property
+    def version(self) -> int:
+        """The policy version its engine holds; -1 while it has no engine."""
+        weights: WorkerWeights | None = self.__dict__.get("_weights")
+        return -1 if weights is None else weights.engine.version
+
     def _observed(
         self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
     ) -> NodeOutput:

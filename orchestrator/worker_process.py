@@ -9,6 +9,7 @@ computing. Progress is written to shared memory: it costs no message, and outliv
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import queue
@@ -32,27 +33,29 @@ from .task_state import TaskId
 from .worker import TaskRunner
 
 PR_SET_PDEATHSIG: Final = 1
-PROGRESS: Final = struct.Struct("<qd")
+PROGRESS: Final = struct.Struct("<qdq")
+DUMP_SIGNAL: Final = signal.SIGUSR1
+"""Makes a worker write the stacks of its threads to its log."""
 FATAL_ERRORS: Final = (ConfigError, PipelineError, PluginError, TaskError)
 """Errors another try cannot mend: user functions are deterministic."""
 
 
 class Progress:
-    """The item a worker is at and when it got there, in memory shared with the driver.
+    """The item a worker is at, when it got there, and the version its engine holds.
 
-    Times are of the system-wide monotonic clock.
+    In memory shared with the driver. Times are of the system-wide monotonic clock.
     """
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, PROGRESS.size)
 
-    def write(self, item: int) -> None:
-        PROGRESS.pack_into(self._memory, 0, item, time.monotonic())
+    def write(self, item: int, *, version: int = -1) -> None:
+        PROGRESS.pack_into(self._memory, 0, item, time.monotonic(), version)
 
-    def read(self) -> tuple[int, float]:
-        """Item and time last written."""
-        item, moment = PROGRESS.unpack_from(self._memory, 0)
-        return item, moment
+    def read(self) -> tuple[int, float, int]:
+        """Item, time and version last written."""
+        item, moment, version = PROGRESS.unpack_from(self._memory, 0)
+        return item, moment, version
 
     def close(self) -> None:
         self._memory.close()
@@ -61,6 +64,7 @@ class Progress:
 def main(socket_fd: int, progress_fd: int, worker: str) -> None:
     """Serve tasks until the driver closes the connection."""
     _die_with_parent()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     connection = Connection(socket_fd)
     progress = Progress(progress_fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -80,8 +84,12 @@ def main(socket_fd: int, progress_fd: int, worker: str) -> None:
 def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress) -> bytes:
     """Run one task and describe its end, good or bad."""
     head = {"task": str(spec.task), "attempt": spec.attempt}
+
+    def report(item: int) -> None:
+        progress.write(item, version=runner.version)
+
     try:
-        output, num_items, metrics = runner.run(spec, report=progress.write)
+        output, num_items, metrics = runner.run(spec, report=report)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -113,6 +121,7 @@ def pack_spec(spec: TaskSpec) -> bytes:
         "deadline_seconds": spec.deadline_seconds,
         "version": spec.version,
         "snapshot_id": spec.snapshot_id,
+        "role": spec.role,
         "num_inputs": len(spec.inputs),
     }
     arrays = {f"input{i}": np.frombuffer(data, np.uint8) for i, data in enumerate(spec.inputs)}
@@ -132,6 +141,7 @@ def unpack_spec(data: bytes) -> TaskSpec:
         deadline_seconds=values["deadline_seconds"],
         version=values["version"],
         snapshot_id=values["snapshot_id"],
+        role=values["role"],
     )
 
 

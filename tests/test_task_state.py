@@ -77,7 +77,7 @@ class World:
     def run(self) -> None:
         self._take(self.machine.start())
         while not self.complete:
-            assert self.open, f"stuck: {self.machine.waiting_for()}"
+            assert self.open, f"stuck: {self.machine.outstanding()}"
             chosen = self.open.pop(self.rng.randrange(len(self.open)))
             self._take(self.machine.handle(self._event(chosen)))
 

@@ -1,7 +1,8 @@
-"""`log`, `show`, `diff`, `status`, `replay` and `doctor`: looking at runs and at the machine."""
+"""`log`, `show`, `diff`, `status`, `workers`, `replay`, `doctor`: runs and the machine, seen."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command()(show)
     app.command()(diff)
     app.command()(status)
+    app.command()(workers)
     app.command()(replay)
     app.command()(doctor)
 
@@ -159,6 +161,50 @@ def status(
     )
     for reason, number in sorted(result["accounting"]["reasons"].items()):
         typer.echo(f"  {number:>8}  {reason}")
+
+
+def workers(
+    run: RunArgument = None,
+    branch: BranchOption = None,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Say what every worker of a run is doing, and what the run waits for."""
+    from ..inspect import find_run
+    from ..run_dir import RunDir, open_run
+    from ..worker_board import read_board
+
+    run_dir, _ = open_run(find_run(run))
+    board = read_board(RunDir(run_dir.path, branch or run_dir.branch))
+    if json:
+        print_json(board)
+        return
+    state = "at work" if board["running"] else "not running; as it was last"
+    typer.echo(f"driver pid {board['pid']} on {board['host']}: {state}")
+    print_table(
+        ("worker", "role", "host", "pid", "version", "task", "last progress", "state"),
+        [_worker_cells(worker, age=board["age_seconds"]) for worker in board["workers"]],
+    )
+    for wait in board["waits"]:
+        typer.echo(
+            f"waits for {wait['what']} from {wait['producer']}: {wait['seconds']:.0f} s of at "
+            f"most {wait['deadline_seconds']:g} s"
+        )
+
+
+def _worker_cells(worker: Mapping[str, Any], *, age: float) -> tuple[Any, ...]:
+    serves = worker.get("serves", ["any"])
+    state = worker.get("refused") or ("ready" if worker["ready"] else "starting")
+    return (
+        worker["worker"],
+        worker["role"] or ",".join(serves) or "-",
+        worker["host"],
+        worker["pid"],
+        worker["version"] if worker["version"] >= 0 else None,
+        worker["task"] or None,
+        f"{worker['idle_seconds'] + age:.1f} s ago",
+        state,
+    )
 
 
 def replay(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import load_overlays, merge
+from ..errors import ConfigError, RunErrorCode
 from .output import DebugFlag, JsonFlag, PluginsDirOption, print_json
 
 Pipeline = Annotated[Path, typer.Argument(help="Python file that defines `pipeline`.")]
@@ -26,6 +27,13 @@ FromNodes = Annotated[
 ToNodes = Annotated[
     list[str] | None, typer.Option("--to-nodes", help="Run up to this node; repeatable.")
 ]
+Executor = Annotated[
+    str | None, typer.Option("--executor", help="Executor plugin: local, dask, or another.")
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option("--scheduler", help="Dask scheduler, tcp://HOST:PORT; with --executor dask."),
+]
 Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Training steps in all.")]
 
 
@@ -33,6 +41,18 @@ def register(app: typer.Typer) -> None:
     """Add the verbs of this module."""
     app.command()(run)
     app.command()(resume)
+
+
+def executor_options(executor: str | None, scheduler: str | None) -> Mapping[str, Any]:
+    """What the two flags say, as options. Raises `ConfigError` where they contradict."""
+    if scheduler is None:
+        return {} if executor is None else {"pipeline": {"executor": executor}}
+    if executor not in (None, "dask"):
+        raise ConfigError(
+            f"--scheduler is an address for --executor dask, got --executor {executor}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+    return {"pipeline": {"executor": "dask"}, "executor": {"dask": {"scheduler": scheduler}}}
 
 
 def overlay_of(
@@ -52,7 +72,8 @@ def run(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Rollout worker processes.")
     ] = None,
-    executor: Annotated[str | None, typer.Option("--executor", help="Executor plugin.")] = None,
+    executor: Executor = None,
+    scheduler: Scheduler = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
     plugins_dir: PluginsDirOption = None,
@@ -70,8 +91,9 @@ def run(
     request = RunRequest(
         pipeline_path=pipeline,
         run_dir=run_dir,
-        overlay=overlay_of(
-            config, overrides, steps=steps, seed=seed, workers=workers, executor=executor
+        overlay=merge(
+            overlay_of(config, overrides, steps=steps, seed=seed, workers=workers),
+            executor_options(executor, scheduler),
         ),
         plugins_dir=plugins_dir,
         selection=Selection(
@@ -96,6 +118,8 @@ def resume(
     branch: Annotated[
         str | None, typer.Option("--branch", help="Branch to continue, or a new one's name.")
     ] = None,
+    executor: Executor = None,
+    scheduler: Scheduler = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
     json: JsonFlag = False,
@@ -110,7 +134,7 @@ def resume(
         branch=branch,
         from_ref=from_ref,
         steps=steps,
-        overlay=overlay_of(config, overrides),
+        overlay=merge(overlay_of(config, overrides), executor_options(executor, scheduler)),
     )
     with progress_observer(quiet=json) as observer:
         summary = resume_run(request, observers=[observer], say=_say(json))

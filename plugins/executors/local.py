@@ -32,9 +32,17 @@ from ...orchestrator.executor import (
     WorkerLeft,
 )
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.worker_process import PROGRESS, Progress, bootstrap_json, pack_spec
+from ...orchestrator.worker_process import (
+    DUMP_SIGNAL,
+    PROGRESS,
+    Progress,
+    bootstrap_json,
+    pack_spec,
+)
 from ...storage.packing import pack, unpack
 
+DUMP_SECONDS = 0.2
+"""How long a worker that hangs may take to write its stacks before it is killed."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -61,6 +69,7 @@ class _Worker:
     progress: Progress
     ready: bool = False
     spec: TaskSpec | None = None
+    dumped: bool = False
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -73,9 +82,14 @@ class _Worker:
         """When it was started, given its task, or last reported progress."""
         return max(self.started, self.progress.read()[1])
 
+    @property
+    def version(self) -> int:
+        """The policy version its engine last was seen to hold, -1 for none."""
+        return self.progress.read()[2]
+
     def begin(self, spec: TaskSpec) -> None:
-        self.progress.write(-1)
-        self.spec, self.started = spec, time.monotonic()
+        self.progress.write(-1, version=self.version)
+        self.spec, self.started, self.dumped = spec, time.monotonic(), False
 
 
 class LocalExecutor:
@@ -85,9 +99,15 @@ class LocalExecutor:
     Config: ClassVar[type[Any]] = LocalConfig
 
     def __init__(
-        self, config: LocalConfig, *, num_workers: int, bootstrap: WorkerBootstrap
+        self,
+        config: LocalConfig,
+        *,
+        num_workers: int,
+        bootstrap: WorkerBootstrap,
+        prefix: str = "local-",
     ) -> None:
         self._config = config
+        self._prefix = prefix
         self._num_workers = num_workers
         self._bootstrap = bootstrap
         self._workers: dict[int, _Worker] = {}
@@ -135,13 +155,19 @@ class LocalExecutor:
                 "pid": worker.process.pid,
                 "host": socket.gethostname(),
                 "ready": worker.ready,
+                "role": worker.spec.role if worker.spec else "",
                 "task": str(worker.spec.task) if worker.spec else "",
-                "version": worker.spec.version if worker.spec else -1,
+                "version": worker.version,
                 "item": worker.item,
                 "idle_seconds": round(now - worker.progressed, 3),
             }
             for worker in self._workers.values()
         ]
+
+    def dump(self) -> None:
+        for worker in self._workers.values():
+            if worker.ready:
+                worker.process.send_signal(DUMP_SIGNAL)
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -154,7 +180,8 @@ class LocalExecutor:
         os.close(self._wake_write)
 
     def _spawn(self, slot: int) -> None:
-        name = f"local-{slot}" + (f".{self._generation[slot]}" if self._generation[slot] else "")
+        times = self._generation[slot]
+        name = f"{self._prefix}{slot}" + (f".{times}" if times else "")
         self._generation[slot] += 1
         parent, child = socket.socketpair()
         threads = str(self._bootstrap.num_threads)
@@ -162,6 +189,7 @@ class LocalExecutor:
         with child, log_path.open("ab") as log, tempfile.TemporaryFile() as shared:
             shared.truncate(PROGRESS.size)
             progress = Progress(shared.fileno())
+            progress.write(-1)
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -218,7 +246,8 @@ class LocalExecutor:
             return worker.started + self._config.start_seconds
         if worker.spec is None:
             return float("inf")
-        return worker.progressed + worker.spec.deadline_seconds
+        grace = DUMP_SECONDS if worker.dumped else 0.0
+        return worker.progressed + worker.spec.deadline_seconds + grace
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -266,8 +295,13 @@ class LocalExecutor:
         )
 
     def _expire(self) -> None:
+        """End workers that hang; those with a task say first where, in their log."""
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if self._deadline(w) <= now]:
+            if worker.spec is not None and not worker.dumped:
+                worker.dumped = True
+                worker.process.send_signal(DUMP_SIGNAL)
+                continue
             seconds = now - worker.progressed
             worker.process.kill()
             self._lost(worker, cause="deadline", reason=f"no progress for {seconds:.1f} s")
