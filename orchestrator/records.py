@@ -12,12 +12,28 @@ from .committing import committed_of
 from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
 from .interfaces import Tracker
+from .plugin_manager import Plugins
+from .progress import QuietProgress
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
+
+
+class WorkerHooks(QuietProgress):
+    """The observer that tells plugins who joins and leaves."""
+
+    def __init__(self, plugins: Plugins) -> None:
+        self._hook = plugins.hook
+
+    def on_worker(self, event: WorkerEvent) -> None:
+        match event:
+            case WorkerJoined():
+                self._hook.on_worker_join(worker=event.worker)
+            case WorkerLeft():
+                self._hook.on_worker_leave(worker=event.worker, reason=event.reason)
 
 
 class RunRecorder:

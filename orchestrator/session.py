@@ -27,7 +27,7 @@ from .interfaces import Algorithm, Trainer
 from .pipeline_file import load_pipeline
 from .plan import Plan
 from .plugin_manager import Plugins
-from .records import RunRecorder
+from .records import RunRecorder, WorkerHooks
 from .replay import build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
@@ -252,7 +252,7 @@ class Session:
                     config_digest=self._pipeline.config_digest,
                     first=start.first_attributes,
                 ),
-                observers=(recorder, *self._extra_observers),
+                observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
                 heads=start.heads,
                 board=board,
                 spool=self._spool(),

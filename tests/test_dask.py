@@ -36,7 +36,7 @@ def test_a_cluster_of_processes_gives_the_ledger_of_the_local_executor(tmp_path:
         assert done.status == 0, done.err
     assert versions(tmp_path / "local") == versions(tmp_path / "dask")
     workers = {line["worker"] for line in task_lines(tmp_path / "dask") if "task" in line}
-    assert workers == {"dask-0.0"}
+    assert workers == {"dask-0"}
     (row,) = deltaloom("workers", tmp_path / "dask", "--json").json["workers"]
     assert row["version"] == 1
     assert "rollout" in row["serves"]

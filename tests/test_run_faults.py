@@ -204,6 +204,8 @@ def test_hooks_run_where_the_work_runs(tmp_path: Path) -> None:
             def after_policy_publish(version): note("published", version)
             @hookimpl
             def after_run_end(summary): note("end", summary["versions"])
+            @hookimpl
+            def on_worker_join(worker): note("joined", worker)
             """
         )
     )
@@ -226,6 +228,8 @@ def test_hooks_run_where_the_work_runs(tmp_path: Path) -> None:
         "local-1",
     }
     assert f"start {tmp_path / 'run'}" in lines
+    joined = {line.split()[1] for line in lines if line.startswith("joined ")}
+    assert {line.split()[2] for line in lines if line.startswith("before ")} <= joined
     assert [line for line in lines if line.startswith(("published", "end"))] == [
         "published 1",
         "published 2",

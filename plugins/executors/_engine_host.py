@@ -42,7 +42,7 @@ class EngineHost:
     def __init__(self, bootstrap: WorkerBootstrap, *, name: str) -> None:
         self.name = name
         self._executor = LocalExecutor(
-            LocalConfig(), num_workers=1, bootstrap=bootstrap, prefix=f"{name}."
+            LocalConfig(), num_workers=1, bootstrap=bootstrap, names=[name]
         )
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[TaskSpec] = queue.SimpleQueue()

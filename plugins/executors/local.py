@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -104,10 +104,10 @@ class LocalExecutor:
         *,
         num_workers: int,
         bootstrap: WorkerBootstrap,
-        prefix: str = "local-",
+        names: Sequence[str] = (),
     ) -> None:
         self._config = config
-        self._prefix = prefix
+        self._names = names or [f"local-{slot}" for slot in range(num_workers)]
         self._num_workers = num_workers
         self._bootstrap = bootstrap
         self._workers: dict[int, _Worker] = {}
@@ -181,7 +181,7 @@ class LocalExecutor:
 
     def _spawn(self, slot: int) -> None:
         times = self._generation[slot]
-        name = f"{self._prefix}{slot}" + (f".{times}" if times else "")
+        name = self._names[slot] + (f".{times}" if times else "")
         self._generation[slot] += 1
         parent, child = socket.socketpair()
         threads = str(self._bootstrap.num_threads)
