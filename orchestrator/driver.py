@@ -127,6 +127,7 @@ class _Step:
 
     outcome: StepResult
     accounting: Accounting
+    train_seconds: float
 
 
 class Driver:
@@ -406,7 +407,7 @@ class Driver:
         self._ledger.close(outcome.rows)
         self._check_empty(outcome)
         if self._state.template.trains:
-            self._trained[done.label] = _Step(outcome, self._ledger.closed)
+            self._trained[done.label] = _Step(outcome, self._ledger.closed, done.seconds)
         else:
             self._record(outcome, None, accounting=self._ledger.accounting(), extra={})
         for task in [task for task in self._results if task.step <= done.label]:
@@ -430,7 +431,7 @@ class Driver:
             step.outcome,
             committed,
             accounting=since(step.accounting, self._ledger.accounting()),
-            extra={"commit_seconds": done.seconds},
+            extra={"train_seconds": step.train_seconds, "commit_seconds": done.seconds},
         )
         return VersionPublished(version=committed.version)
 

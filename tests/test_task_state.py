@@ -164,14 +164,29 @@ def test_a_duplicate_result_is_ignored() -> None:
     assert machine.handle(done) == []
 
 
-def test_a_result_of_an_attempt_that_was_given_up_is_ignored() -> None:
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_first_result_of_a_task_counts_whichever_try_it_is_of(first: int) -> None:
     machine = state()
     finish_source(machine)
     task = TaskId("rollout", 1)
-    again = machine.handle(TaskFailed(task=task, attempt=1, reason="lost"))
+    again = machine.handle(TaskFailed(task=task, attempt=1, reason="silent"))
     assert again == [Submit(task=task, attempt=2, order=1)]
+    assert machine.awaits(task, attempt=first)
+    assert machine.handle(TaskFinished(task=task, attempt=first, num_items=4)) != []
+    assert not machine.awaits(task, attempt=3 - first)
+    assert machine.handle(TaskFinished(task=task, attempt=3 - first, num_items=4)) == []
+
+
+def test_faults_of_earlier_tries_and_results_of_a_task_given_up_are_ignored() -> None:
+    machine = state()
+    finish_source(machine)
+    task = TaskId("rollout", 1)
+    for attempt in (1, 2):
+        machine.handle(TaskFailed(task=task, attempt=attempt, reason="silent"))
+        assert machine.handle(TaskFailed(task=task, attempt=attempt, reason="lost")) == []
+    machine.handle(TaskFailed(task=task, attempt=3, reason="silent"))
+    assert not machine.awaits(task, attempt=3)
     assert machine.handle(TaskFinished(task=task, attempt=1, num_items=4)) == []
-    assert machine.handle(TaskFinished(task=task, attempt=2, num_items=4)) != []
 
 
 def test_a_poison_task_is_given_up_after_its_attempts_and_the_step_goes_on() -> None:
