@@ -41,7 +41,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outstanding:
-    """A task that was submitted and has not come back."""
+    """A task that was submitted and has not come back. `version` is -1 where it needs none."""
 
     task: TaskId
     attempt: int
@@ -63,7 +63,8 @@ def task_waits(
     holders = {worker["task"]: worker for worker in workers if worker["task"]}
     waits = []
     for entry in outstanding:
-        what = f"task {entry.task} (attempt {entry.attempt}, policy version {entry.version})"
+        version = f", policy version {entry.version}" if entry.version >= 0 else ""
+        what = f"task {entry.task} (attempt {entry.attempt}{version})"
         holder = holders.get(str(entry.task))
         if holder is None:
             ready = sum(bool(worker["ready"]) for worker in workers)
