@@ -38,8 +38,9 @@ def test_a_cluster_of_processes_gives_the_ledger_of_the_local_executor(tmp_path:
     workers = {line["worker"] for line in task_lines(tmp_path / "dask") if "task" in line}
     assert workers == {"dask-0"}
     (row,) = deltaloom("workers", tmp_path / "dask", "--json").json["workers"]
-    assert row["version"] == 1
     assert "rollout" in row["serves"]
+    (row,) = deltaloom("workers", tmp_path / "local", "--json").json["workers"]
+    assert row["version"] == 1
 
 
 def test_a_worker_with_other_code_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -170,10 +171,12 @@ def test_roles_follow_the_resources_of_a_worker() -> None:
     needs: dict[str, dict[str, float]] = {role: {} for role in ROLES}
     needs["rollout"] = {"GPU": 2.0}
     members = Members()
-    members.observe(Seen({"a": sighting(1.0)}), now=0.0)
+    doing = {"ready": True, "version": 4, "task": "score/6/0", "role": "score", "idle_seconds": 2.0}
+    members.observe(Seen({"a": sighting(1.0, **doing)}), now=0.0)
     members.answered(Answer("a", reply()))
     (row,) = members.rows(needs, now=0.0)
     assert row["serves"] == ["source", "score", "function"]
+    assert {name: row[name] for name in doing} == doing
 
 
 @pytest.mark.parametrize("wrong", [{"min_workers": 2}, {"min_workers": 3, "max_workers": 2}])
