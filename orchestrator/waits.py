@@ -13,6 +13,9 @@ from typing import Any
 
 from .task_state import TaskId
 
+START_SECONDS = 120.0
+"""Longest that the start of a worker counts as progress of the run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
@@ -89,9 +92,19 @@ def task_waits(
 
 
 def seconds_without_progress(idle_seconds: float, workers: Sequence[Mapping[str, Any]]) -> float:
-    """How long neither the driver nor any worker with a task has got anywhere."""
-    busy = [float(worker["idle_seconds"]) for worker in workers if worker["task"]]
-    return min([idle_seconds, *busy])
+    """How long neither the driver nor any worker has got anywhere.
+
+    A worker gets on with its task; one that starts does so for `START_SECONDS` at most.
+    """
+    return min([idle_seconds, *map(_idle_seconds, workers)])
+
+
+def _idle_seconds(worker: Mapping[str, Any]) -> float:
+    seconds = float(worker["idle_seconds"])
+    if worker["task"]:
+        return seconds
+    starting = not worker["ready"] and not worker.get("refused")
+    return 0.0 if starting and seconds < START_SECONDS else float("inf")
 
 
 def worker_words(worker: Mapping[str, Any]) -> str:

@@ -59,6 +59,13 @@ def test_a_worker_that_gets_on_is_progress_and_an_idle_one_is_none() -> None:
     assert seconds_without_progress(5.0, [worker("rollout/5/0", idle=80.0)]) == 5.0
 
 
+def test_a_worker_that_starts_is_progress_for_a_while() -> None:
+    assert seconds_without_progress(900.0, [worker(idle=2.0, ready=False)]) == 0.0
+    assert seconds_without_progress(900.0, [worker(idle=200.0, ready=False)]) == 900.0
+    refused = worker(idle=2.0, ready=False) | {"refused": "old code"}
+    assert seconds_without_progress(900.0, [refused]) == 900.0
+
+
 def board_of(path: Path, **changes: object) -> dict[str, Any]:
     run_dir = RunDir(path)
     WorkerBoard(run_dir).show([worker()], [])
