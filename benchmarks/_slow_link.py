@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,7 @@ def _must(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
 
 
-class _Pace:
+class Pace:
     """Lets bytes through at a rate, over all connections together. A rate of 0 is no limit."""
 
     def __init__(self, bits_per_second: float) -> None:
@@ -103,7 +104,7 @@ class _Pace:
 
 
 async def _pump(
-    source: asyncio.StreamReader, target: asyncio.StreamWriter, pace: _Pace, delay: float
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, pace: Pace, delay: float
 ) -> None:
     """Copy a stream, each piece after its time on the link."""
     loop = asyncio.get_running_loop()
@@ -114,7 +115,8 @@ async def _pump(
             due, data = await pieces.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
             if not data:
-                target.close()
+                if target.can_write_eof():
+                    target.write_eof()
                 return
             target.write(data)
 
@@ -134,22 +136,34 @@ async def _pump(
 @contextmanager
 def relay(speed: LinkSpeed, *, host: str, target_port: int) -> Iterator[int]:
     """A relay to a port of this machine, as slow as said; yields the port it listens on."""
-    paces = _Pace(speed.bits_per_second), _Pace(speed.bits_per_second)
+    paces = Pace(speed.bits_per_second), Pace(speed.bits_per_second)
+    started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event, int]]
+    started = queue.SimpleQueue()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(2 * speed.delay_seconds)
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target_port)
-        await asyncio.gather(
-            _pump(reader, far_writer, paces[0], speed.delay_seconds),
-            _pump(far_reader, writer, paces[1], speed.delay_seconds),
-        )
+        try:
+            await asyncio.gather(
+                _pump(reader, far_writer, paces[0], speed.delay_seconds),
+                _pump(far_reader, writer, paces[1], speed.delay_seconds),
+            )
+        finally:
+            far_writer.close()
+            writer.close()
 
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(serve, host, 0))
-    thread = threading.Thread(target=loop.run_forever, name="relay", daemon=True)
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with await asyncio.start_server(serve, host, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            started.put((asyncio.get_running_loop(), stop, port))
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="relay", daemon=True)
     thread.start()
+    loop, stop, port = started.get()
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield port
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
