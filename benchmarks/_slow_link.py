@@ -13,7 +13,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 NEAR = "10.77.0.1"
@@ -114,11 +114,12 @@ async def _pump(
         while True:
             due, data = await pieces.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            if not data:
-                if target.can_write_eof():
-                    target.write_eof()
-                return
-            target.write(data)
+            if data:
+                target.write(data)
+                continue
+            with suppress(OSError):  # the other side may be gone
+                target.write_eof()
+            return
 
     delivery = asyncio.ensure_future(deliver())
     try:
