@@ -30,7 +30,7 @@ from .errors import (
     StorageError,
 )
 
-_SETTLE_SECONDS: Final = 30.0
+_SETTLE_SECONDS: Final = 5.0
 
 
 class Cause(Enum):

@@ -46,7 +46,7 @@ def test_the_metrics_file_has_every_step_once(finished: Path) -> None:
 
 
 def test_rollout_tasks_tell_how_long_generating_had_to_pause(finished: Path) -> None:
-    rollouts = [line for line in task_lines(finished) if line["task"].startswith("rollout/")]
+    rollouts = [t for t in task_lines(finished) if t.get("task", "").startswith("rollout/")]
     assert all(0 <= line["activate_seconds"] <= line["weights_seconds"] for line in rollouts)
     assert any(line["activate_seconds"] > 0 for line in rollouts)
     assert len(rollouts) >= 6
