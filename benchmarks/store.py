@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,17 +45,23 @@ class Clock:
     """Seconds by what they were spent on, one entry a call, and bytes fetched."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of the block to `name`."""
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield
         self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+        self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_started)
 
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
+
+    def median_cpu(self, name: str) -> float:
+        """As `median`, of the process's CPU time: it stands other work on the machine."""
+        return statistics.median(self.cpu_seconds[name])
 
 
 def first_policy(*, num_elements: int, num_tensors: int, seed: int) -> PolicyTensors:
@@ -74,7 +81,8 @@ def next_policy(policy: PolicyTensors, *, rng: np.random.Generator) -> PolicyTen
     for name, array in policy.bits.items():
         moved = array.copy()
         flat = moved.reshape(-1)
-        flat[_places(flat.size, rng)] ^= 1
+        places = _places(flat.size, rng)
+        flat[places] += rng.choice(np.array([1, 65535], np.uint16), places.size)
         bits[name] = moved
     return PolicyTensors.from_bits(bits, dtypes={s.name: s.dtype for s in policy.specs})
 
@@ -82,9 +90,14 @@ def next_policy(policy: PolicyTensors, *, rng: np.random.Generator) -> PolicyTen
 def _places(size: int, rng: np.random.Generator) -> Any:
     """Places that change, most of them favourites that do so again and again."""
     count = round(DENSITY * size)
-    number, step = round(RECURRING * count), round(1 / FAVOURITES)
-    again = step * rng.integers(0, max(1, size // step), size=number)
-    return np.concatenate([again, rng.integers(0, size, size=count - number)])
+    number, favourites = round(RECURRING * count), _favourites(size)
+    again = favourites[rng.integers(0, favourites.size, size=number)]
+    return np.unique(np.concatenate([again, rng.integers(0, size, size=count - number)]))
+
+
+@cache
+def _favourites(size: int) -> Any:
+    return np.random.default_rng(size).integers(0, size, size=round(FAVOURITES * size))
 
 
 class Module(torch.nn.Module):
@@ -194,6 +207,9 @@ def _figures(clock: Clock, policy: PolicyTensors, deltas: Sequence[int]) -> dict
         "num_elements": sum(spec.num_elements for spec in policy.specs),
         **{f"{name}_ms": 1000 * clock.median(name) for name in (*names, "engine_copy")},
         "pause_to_copy": clock.median("activate") / clock.median("copy"),
+        "pause_to_copy_cpu": clock.median_cpu("activate") / clock.median_cpu("copy"),
+        "engine_pause_to_copy_cpu": clock.median_cpu("engine_pause")
+        / clock.median_cpu("engine_copy"),
         "engine_pause_to_copy": clock.median("engine_pause") / clock.median("engine_copy"),
         "commit_and_fold_ms": 1000 * clock.median("commit_and_fold"),
         "replay_seconds": replay,

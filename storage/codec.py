@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .bits import BitArray, PolicyTensors, TensorSpec
-from .scatter import scatter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +141,10 @@ def diff(old: PolicyTensors, new: PolicyTensors) -> dict[str, Change]:
 
 
 def apply_changes(bits: dict[str, BitArray], changes: Changes) -> None:
-    """Write changes into arrays in place. The arrays must be writable and C-contiguous, and
-    indices within them: nothing checks that any more."""
-    writes = []
+    """Write changes into arrays in place. The arrays must be writable and C-contiguous."""
     for name, change in changes.items():
         flat = bits[name].reshape(-1)
         if change.indices is None:
             flat[:] = change.values
         else:
-            writes.append((flat, change.indices, change.values))
-    scatter(writes)
+            flat[change.indices] = change.values

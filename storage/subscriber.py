@@ -20,7 +20,6 @@ from .opening import DEFAULT_BRANCH
 from .rebuild import links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
 from .repository import PolicyRepository
-from .scatter import prepare
 
 Source = Literal["none", "delta", "anchor"]
 
@@ -227,12 +226,10 @@ class Subscriber:
     ) -> StagedVersion:
         folded = fold(tensors, links, state=self._state, codecs=self._codecs)
         check_target(folded, target, shares=links[-1].shares)
-        changes = total_changes(folded)
-        prepare(sum(change.num_changed for change in changes.values()))
         return self._staged(
             target,
             source="delta",
-            changes=changes,
+            changes=total_changes(folded),
             num_bytes=sum(link.num_bytes for link in links),
             state=folded.state,
         )
