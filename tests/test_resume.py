@@ -483,7 +483,7 @@ def test_the_table_of_what_is_saved_is_the_code_s_and_true(whole: Path) -> None:
 def _listed_files(path: Path) -> list[Path]:
     run = RunDir(path)
     state = [run.run_file, run.config_file, run.spool]
-    return [*state, run.metrics_file, run.tasks_file, run.logs, run.summary_file]
+    return [*state, run.metrics_file, run.tasks_file, run.workers_file, run.logs, run.summary_file]
 
 
 def test_a_run_of_no_steps_is_an_explicit_no_op(tmp_path: Path) -> None:
