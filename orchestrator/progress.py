@@ -108,6 +108,8 @@ def describe_step(record: StepRecord) -> str:
     parts = [f"step {record.step}/{record.steps}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
+    elif "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.3f}")
     if "staleness" in metrics:
         parts.append(f"staleness {metrics['staleness']:.0f}")
     if "num_tokens" in metrics:
