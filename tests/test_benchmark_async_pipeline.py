@@ -106,6 +106,6 @@ def test_clocks_are_reported_for_every_device() -> None:
         "jittery link",
     ]
     for row in rows:
-        assert 0.5 < row["same_tokens_simulated"] < 1.0
+        assert 0.5 < row["same_tokens_simulated"] < 1.1
         assert all(error > 0 for error in row["simulator_error"].values())
         assert row["micro_batches_to_target"]["1f1b"] is not None
