@@ -17,19 +17,22 @@ class HeadFollower:
     """Stages each newer version in a thread of its own, for as long as the context is open.
 
     The subscriber is handed to and fro: the thread has it until a version is staged, `advance`
-    until that version is active. What is staged when the context closes is let go.
+    until that version is active. What is staged when the context closes is let go. `activate`
+    returns the seconds that it took.
     """
 
     def __init__(
         self,
         subscriber: Subscriber,
-        activate: Callable[[StagedVersion], None],
+        activate: Callable[[StagedVersion], float],
         *,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._subscriber = subscriber
         self._activate = activate
         self._poll_seconds = poll_seconds
+        self.num_updates = 0
+        self.pause_seconds = 0.0
         self._staged: StagedVersion | None = None
         self._error: DeltaloomError | OSError | None = None
         self._closing = threading.Event()
@@ -50,8 +53,8 @@ class HeadFollower:
         self._handed_back.set()
         self._thread.join()
 
-    def advance(self) -> bool:
-        """Activate the version that is staged, if there is one; whether there was.
+    def advance(self) -> None:
+        """Activate the version that is staged, if there is one.
 
         Raises what staging raised: the store could not be read, or gave wrong bits.
         """
@@ -59,10 +62,10 @@ class HeadFollower:
             raise self._error
         staged, self._staged = self._staged, None
         if staged is None:
-            return False
-        self._activate(staged)
+            return
+        self.pause_seconds += self._activate(staged)
+        self.num_updates += 1
         self._handed_back.set()
-        return True
 
     def _follow(self) -> None:
         try:

@@ -323,10 +323,6 @@ class TaskState:
         decided = self.training or self.trained
         return min(self._steps_with_late(before=decided + 1), default=decided + 1)
 
-    def is_consumed(self, task: TaskId) -> bool:
-        """Whether the task's result, if another one comes, is of no use any more."""
-        return task.step < self.oldest_open_step() or self._status(task) == "consumed"
-
     def _steps_with_late(self, *, before: int) -> list[int]:
         """Earlier steps with output tasks that no training step has consumed."""
         known = sorted(step for step in {*self.late, *self.num_shards} if step < before)

@@ -163,20 +163,19 @@ class TaskRunner:
                 **arrival.metrics(),
             }
         arrival = weights.ensure_newest(spec.version, snapshot_id=spec.snapshot_id)
-        num_updates = 0
         started = time.monotonic()
-        with weights.in_flight() as advance:
+        with weights.in_flight() as follower:
 
             def between_steps() -> None:
-                nonlocal num_updates
                 report(0)
-                num_updates += advance()
+                follower.advance()
 
             rollouts = weights.engine.generate(request, between_steps=between_steps)
         return rollouts, {
             "generate_seconds": time.monotonic() - started,
             **arrival.metrics(),
-            "in_flight_updates": float(num_updates),
+            "in_flight_updates": float(follower.num_updates),
+            "in_flight_pause_seconds": follower.pause_seconds,
         }
 
     def _score(

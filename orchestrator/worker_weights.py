@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,19 +70,17 @@ class WorkerWeights:
         self._check_snapshot(version, found=found, expected=snapshot_id)
         return self._arrive(subscriber.stage(minimum=version), started=started)
 
-    @contextmanager
-    def in_flight(self) -> Iterator[Callable[[], bool]]:
-        """Within, the function given activates a newer version if one is ready, and says so."""
-        with HeadFollower(self._follow(), self._activate) as follower:
-            yield follower.advance
+    def in_flight(self) -> HeadFollower:
+        """A context in which newer versions are staged, and activated when it is told to."""
+        return HeadFollower(self._follow(), self._activate)
 
     def _arrive(self, staged: StagedVersion, *, started: float) -> Arrival:
-        paused = time.monotonic()
-        self._activate(staged)
-        ended = time.monotonic()
-        return Arrival(total_seconds=ended - started, pause_seconds=ended - paused)
+        pause = self._activate(staged)
+        return Arrival(total_seconds=time.monotonic() - started, pause_seconds=pause)
 
-    def _activate(self, staged: StagedVersion) -> None:
+    def _activate(self, staged: StagedVersion) -> float:
+        """Make a staged version the engine's; the seconds it could not generate."""
+        paused = time.monotonic()
         activation = self._follow().activate(staged)
         self.engine.activate(
             WeightUpdate(
@@ -94,6 +91,7 @@ class WorkerWeights:
             )
         )
         self._snapshot_id = activation.snapshot_id
+        return time.monotonic() - paused
 
     def _check_snapshot(self, version: int, *, found: str, expected: str) -> None:
         if found != expected:
