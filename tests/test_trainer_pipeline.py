@@ -14,7 +14,7 @@ import torch
 from deltaloom.orchestrator.comparing import compare_runs
 from deltaloom.orchestrator.errors import ConfigError, PluginError, RunError
 from deltaloom.orchestrator.inspect import StoredRun
-from deltaloom.orchestrator.interfaces import Optimizer
+from deltaloom.orchestrator.interfaces import LossInputs, LossOutput, Optimizer
 from deltaloom.orchestrator.replay import same_state
 from deltaloom.orchestrator.saved import TRAINER_ATTRIBUTES, VERSION_ATTRIBUTES
 from deltaloom.orchestrator.types import TrainBatch
@@ -168,6 +168,39 @@ def test_staleness_counts_from_the_stage_versions_of_the_policy_that_drew_the_da
     assert second.staleness == ((1.0, 1.0), (0.0, 1.0))
     assert dict(second.drawn_by) == {3: 1}
     assert StageVersions.from_json(second.to_json()) == second
+
+
+class Recording(GRPO):
+    """GRPO that keeps the inputs of its losses."""
+
+    def __init__(self) -> None:
+        super().__init__(GRPOConfig())
+        self.seen: list[LossInputs] = []
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        self.seen.append(inputs)
+        return super().loss(inputs)
+
+
+def test_old_logprobs_are_those_before_the_first_update(batches: Sequence[TrainBatch]) -> None:
+    algorithm = Recording()
+    trainer = AsyncPipelineTrainer(
+        AsyncPipelineConfig(num_stages=3, updates_per_step=2, micro_batches_per_update=1),
+        model=MODEL,
+        algorithm=algorithm,
+        optimizer=AdamW(AdamWConfig(lr=1e-2)),
+        num_threads=1,
+    )
+    trainer.initialize(seed=0)
+    trainer.train_step(batches[0])
+
+    first, second = algorithm.seen
+    for inputs in (first, second):
+        assert inputs.old_logprobs is not None
+        # The first policy is uniform over the 12 tokens.
+        expected = -np.log(12) * inputs.mask.numpy()
+        assert inputs.old_logprobs.numpy() == pytest.approx(expected, abs=1e-5)
+    assert not torch.allclose(second.logprobs, second.old_logprobs, atol=1e-3)
 
 
 def test_a_batch_with_nothing_to_train_changes_nothing(batches: Sequence[TrainBatch]) -> None:

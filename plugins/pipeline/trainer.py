@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,6 +15,8 @@ from ...orchestrator.types import SamplingParams, TrainBatch, TrainerState
 from .._options import require
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from ...storage.bits import PolicyTensors
@@ -34,7 +36,8 @@ class AsyncPipelineConfig:
     pipeline_schedule: Literal["async-1f1b", "1f1b", "gpipe"] = "async-1f1b"
     """"1f1b" and "gpipe" flush the pipeline at every update: no gradient is stale."""
     updates_per_step: int = 1
-    """Updates a batch is cut into, fewer for a batch of fewer rollouts."""
+    """Updates a batch is cut into, fewer for a batch of fewer rollouts. With more than one, the
+    logprobs of the policy before the first (`old` in decoupled losses) cost one more forward."""
     micro_batches_per_update: int = 4
     """Micro-batches accumulated for one update of each stage."""
     stash: bool = True
@@ -98,14 +101,8 @@ class AsyncPipelineTrainer:
         from ..torch_support.policy_loss import PolicyLoss
         from ..torch_support.tensor_bits import dtype_named
 
-        if isinstance(algorithm, PreparesBatch) and algorithm.needs_preparation:
-            raise ConfigError(
-                f"algorithm {algorithm.name!r} looks at a whole batch before it is trained on, "
-                f"which {self.name!r} has no pass for.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Choose another objective, or the trainer 'torch'.",
-            )
         self._config = config
+        self._algorithm = algorithm
         self._model = model
         self._rule = optimizer
         self._num_threads = num_threads
@@ -184,7 +181,7 @@ class AsyncPipelineTrainer:
         step = batch.policy_version
         sums = self._sums = MetricSums()
         with compute_threads(self._num_threads), deterministic(seed=self._seed, step=step):
-            micro_batches = self._micro_batches(batch)
+            micro_batches = self._micro_batches(self._with_logprobs(batch))
             result = self._pipeline.train(micro_batches, drain=self._config.drain_each_step)
         self._versions = self._versions.after(
             step + 1,
@@ -247,6 +244,41 @@ class AsyncPipelineTrainer:
                 beta1, beta2 = group["betas"]
                 group["betas"] = (beta1 + (momentum - beta1) * distance, beta2)
         return optimizer
+
+    def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with what its loss needs of the policy as it stands before the first update.
+
+        No stage works between two steps, so the whole module is that policy.
+        """
+        from ..torch_support.micro_batches import OLD_LOGPROBS
+
+        algorithm = self._algorithm
+        prepares = isinstance(algorithm, PreparesBatch) and algorithm.needs_preparation
+        if not batch.num_trained_tokens or not (prepares or self._config.updates_per_step > 1):
+            return batch
+        logprobs = self._batch_logprobs(batch)
+        if self._config.updates_per_step > 1:
+            batch = replace(batch, extras={**batch.extras, OLD_LOGPROBS: logprobs})
+        if isinstance(algorithm, PreparesBatch) and prepares:
+            columns = algorithm.prepare(batch, logprobs)
+            batch = replace(batch, extras={**batch.extras, **columns})
+        return batch
+
+    def _batch_logprobs(self, batch: TrainBatch) -> npt.NDArray[np.float32]:
+        """Logprobs [S] of the batch's tokens under the whole module as it is."""
+        import numpy as np
+        import torch
+
+        from ..torch_support.micro_batches import micro_batches
+
+        parts = self._config.updates_per_step * self._config.micro_batches_per_update
+        size = -(-batch.num_rollouts // parts)
+        found = []
+        with torch.no_grad():
+            for micro in micro_batches(batch, num_rollouts=size):
+                logits = self.module(micro.inputs, at=micro.at)
+                found.append(self._policy_loss.logprobs(logits, micro)[1].numpy())
+        return np.concatenate(found)
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """The batch as micro-batches of the pipeline, and note which policy drew each.
