@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from deltaloom.orchestrator.accounting import LedgerRow
 from deltaloom.orchestrator.admission import Admission
 from deltaloom.orchestrator.audit import audit_run
 from deltaloom.orchestrator.batching import batch_from_columns
+from deltaloom.orchestrator.in_flight import HeadFollower
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.pipeline_file import load_pipeline
 from deltaloom.orchestrator.plugin_manager import create_plugins
@@ -22,10 +25,14 @@ from deltaloom.orchestrator.types import Rollout, RolloutGroup, ScoredGroup, Sco
 from deltaloom.orchestrator.worker_weights import codec_lookup
 from deltaloom.plugins.models.transformer import Transformer, TransformerConfig
 from deltaloom.plugins.torch_support.tensor_bits import load_policy
+from deltaloom.storage import PolicyRepository, Subscriber
+from deltaloom.storage.errors import IntegrityError
+from deltaloom.storage.subscriber import StagedVersion
 
 from .resume_support import resume, start
 from .rl_support import make_rollout
 from .run_support import tiny_pipeline
+from .storage_support import codecs, history_of, make_store, same, stored_objects
 
 
 def crossing_group() -> ScoredGroup:
@@ -76,6 +83,49 @@ def test_the_ledger_has_the_span_of_every_version() -> None:
     assert closed.version_tokens == {"7": 57, "8": 71}
     assert (closed.oldest_version, closed.newest_version) == (7, 8)
     assert (closed.dropped, closed.reasons) == (1, {"drop: stale": 1})
+
+
+def follow(
+    store: Path, *, until: Callable[[HeadFollower], bool], damage: Sequence[Path] = ()
+) -> tuple[Subscriber, HeadFollower]:
+    """A receiver of version 0 that advances between steps until a condition holds.
+
+    `damage` are files that are lost once it holds version 0.
+    """
+    subscriber = Subscriber(PolicyRepository.open(store, read_only=True), codecs=codecs())
+    subscriber.activate(subscriber.stage(0))
+    for path in damage:
+        path.unlink()
+
+    def activate(staged: StagedVersion) -> float:
+        subscriber.activate(staged)
+        return 0.5
+
+    with HeadFollower(subscriber, activate, poll_seconds=0.005) as follower:
+        while not until(follower):
+            threading.Event().wait(0.005)
+            follower.advance()
+    return subscriber, follower
+
+
+def test_a_newer_version_is_staged_beside_and_activated_only_when_asked(tmp_path: Path) -> None:
+    states = history_of(3)
+    make_store(tmp_path / "s", states)
+    subscriber, follower = follow(tmp_path / "s", until=lambda follower: follower.num_updates == 1)
+    assert subscriber.version == 2
+    assert same(subscriber.tensors, states[2])
+    assert follower.pause_seconds == 0.5
+    unasked, _ = follow(tmp_path / "s", until=lambda _: True)
+    assert same(unasked.tensors, states[0])
+
+
+def test_a_version_that_cannot_be_read_ends_the_task_and_says_why(
+    tmp_path: Path,
+) -> None:
+    make_store(tmp_path / "s", history_of(3))
+    lost = stored_objects(tmp_path / "s", "chunks")
+    with pytest.raises(IntegrityError):
+        follow(tmp_path / "s", until=lambda follower: follower.num_updates == 1, damage=lost)
 
 
 CROSSING = '''
@@ -148,10 +198,10 @@ def logprobs_under(run_dir: Path, version: int, batch: TrainBatch) -> np.ndarray
     """Logprobs [S] of the batch's tokens by one full pass of a stored policy a rollout."""
     config = TransformerConfig(alphabet="0123456789=", num_layers=1, hidden_size=16, num_heads=2)
     module = Transformer(config).build(seed=0)
-    codecs = codec_lookup(create_plugins(plugins_dir=None).components["codec"])
+    bundled = codec_lookup(create_plugins(plugins_dir=None).components["codec"])
     stored = StoredRun(run_dir)
     load_policy(
-        module, stored.repository.read_policy(stored.info(str(version)).snapshot_id, codecs)
+        module, stored.repository.read_policy(stored.info(str(version)).snapshot_id, bundled)
     )
     starts = np.cumsum(batch.prompt_lengths) - batch.prompt_lengths
     ends = np.cumsum(batch.lengths)
