@@ -21,9 +21,14 @@ START_SECONDS = 60.0
 class DaskProcesses:
     """A scheduler and workers without nannies: a killed one stays dead."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, credentials: Mapping[str, Path] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._tls = [
+            word
+            for option, path in (credentials or {}).items()
+            for word in (f"--{option}", str(path))
+        ]
         self._file = folder / "scheduler.json"
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         self.scheduler = self._start("scheduler", "scheduler", "--port", "0")
@@ -70,7 +75,8 @@ class DaskProcesses:
                 [
                     *(sys.executable, "-m", f"distributed.cli.dask_{kind}"),
                     *("--scheduler-file", str(self._file), "--no-dashboard"),
-                    *("--host", "127.0.0.1", *words),
+                    *("--host", "tls://127.0.0.1" if self._tls else "127.0.0.1"),
+                    *(*self._tls, *words),
                 ],
                 cwd=self._folder,
                 stdout=output,
@@ -93,13 +99,30 @@ class DaskProcesses:
 
 
 @contextmanager
-def dask_processes(folder: Path) -> Iterator[DaskProcesses]:
-    """A scheduler without workers; everything is ended at the end."""
-    cluster = DaskProcesses(folder)
+def dask_processes(
+    folder: Path, *, credentials: Mapping[str, Path] | None = None
+) -> Iterator[DaskProcesses]:
+    """A scheduler without workers; everything is ended at the end.
+
+    With `credentials`, files by the names of Dask's options, connections are encrypted.
+    """
+    cluster = DaskProcesses(folder, credentials=credentials)
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+def make_credentials(folder: Path) -> dict[str, Path]:
+    """A certificate that signs itself and its key, as files by the names of Dask's options."""
+    from distributed.security import Security
+
+    made = Security.temporary()
+    texts = {"tls-ca-file": made.tls_ca_file, "tls-cert": made.tls_client_cert}
+    texts["tls-key"] = made.tls_client_key
+    for name, text in texts.items():
+        (folder / f"{name}.pem").write_text(text, encoding="ascii")
+    return {name: folder / f"{name}.pem" for name in texts}
 
 
 def other_code(folder: Path) -> Path:

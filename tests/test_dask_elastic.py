@@ -1,4 +1,13 @@
-"""Clusters that lose and gain workers, and schedulers, during a run: the run stays the same run."""
+"""Clusters that lose and gain workers, and schedulers, during a run: the run stays the same run.
+
+Faults seen in Dask itself and in systems on top of it, and the tests that hold them off:
+
+    a lost worker makes finished work run again, with its effects   workers_killed_all_along
+    a task that ends its worker takes others along, and no error
+    names it                                                        ends_every_process
+    the scheduler keeps nothing, so losing it loses the run         outlives_its_scheduler
+    a straggler blocks its step                                     worker_that_freezes
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ from deltaloom.orchestrator.executor import TaskFault, WorkerEvent, WorkerJoined
 from deltaloom.orchestrator.progress import QuietProgress
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 
-from .dask_support import DaskProcesses, dask_processes
+from .dask_support import DaskProcesses, dask_processes, make_credentials
 from .resume_support import resume, start, task_lines
 from .run_support import tiny_pipeline, versions
 
@@ -202,6 +211,18 @@ def test_roles_go_to_workers_with_their_resources(cluster: DaskProcesses, tmp_pa
         if "task" in line
     }
     assert placed["rollout"] == "dask-fast"
+
+
+def test_an_encrypted_cluster_takes_those_with_its_certificate(tmp_path: Path) -> None:
+    credentials = make_credentials(tmp_path)
+    pipeline = tiny_pipeline(tmp_path, steps=2)
+    start(pipeline, tmp_path / "local")
+    options = {name.replace("-", "_"): str(path) for name, path in credentials.items()}
+    with dask_processes(tmp_path / "cluster", credentials=credentials) as secret:
+        assert secret.address.startswith("tls://")
+        secret.start_worker("a")
+        run_on(secret, pipeline, tmp_path / "dask", **options)
+    assert versions(tmp_path / "local") == versions(tmp_path / "dask")
 
 
 def test_a_killed_driver_leaves_nothing_that_stops_the_next(
