@@ -88,7 +88,7 @@ class Steps(QuietProgress):
 
     def on_step(self, record: StepRecord) -> None:
         self.moments.append(time.monotonic())
-        self.train_seconds.append(record.metrics["train_seconds"])
+        self.train_seconds.append(record.metrics.get("train_seconds", 0.0))
         self.weight_bytes.append(record.committed.weight_bytes if record.committed else 0)
 
     def result(self) -> dict[str, Any]:

@@ -130,7 +130,6 @@ class _Step:
 
     outcome: StepResult
     accounting: Accounting
-    train_seconds: float
     late: Sequence[TaskId]
 
 
@@ -426,7 +425,7 @@ class Driver:
         self._check_empty(outcome)
         late = self._late_tasks.pop(done.label)
         if self._state.template.trains:
-            self._trained[done.label] = _Step(outcome, self._ledger.closed, done.seconds, late)
+            self._trained[done.label] = _Step(outcome, self._ledger.closed, late)
         else:
             self._record(outcome, None, accounting=self._ledger.accounting(), extra={})
         self._forget(before=self._state.oldest_open_step())
@@ -457,7 +456,6 @@ class Driver:
             accounting=since(step.accounting, self._ledger.accounting()),
             extra={
                 **publish_times(step.outcome.timing),
-                "train_seconds": step.train_seconds,
                 "commit_seconds": done.seconds,
             },
         )

@@ -16,6 +16,7 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,7 +218,9 @@ def test_an_encrypted_cluster_takes_those_with_its_certificate(tmp_path: Path) -
     credentials = make_credentials(tmp_path)
     pipeline = tiny_pipeline(tmp_path, steps=2)
     start(pipeline, tmp_path / "local")
-    options = {name.replace("-", "_"): str(path) for name, path in credentials.items()}
+    options: dict[str, Any] = {
+        name.replace("-", "_"): str(path) for name, path in credentials.items()
+    }
     with dask_processes(tmp_path / "cluster", credentials=credentials) as secret:
         assert secret.address.startswith("tls://")
         secret.start_worker("a")
