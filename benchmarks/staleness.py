@@ -1,6 +1,6 @@
 """What old data costs: fixed lags against in-flight updates, each with and without correction.
 
-    python -m benchmarks.staleness --json [--quick] [--docs]
+    python -m benchmarks.staleness --json [--quick] [--docs] [--seeds N]
 
 Same task, seeds and budget of generated tokens for all. `wait`: each step's rollouts are of the
 version exactly `lag` behind. `in-flight`: as far ahead, but the engine goes on with each newer
@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def summary(
         **asdict(setting),
         "reward_at_equal_tokens": interval([reward_at(r, budget, by="num_tokens") for r in found]),
         "reward_at_equal_time": interval([reward_at(r, moment, by="time_units") for r in found]),
+        "rewards_of_seeds": [round(r.points[-1].reward, 4) for r in found],
         "staleness_mean": round(statistics.fmean(x for r in found for x in r.staleness), 3),
         "version_spans": round(statistics.fmean(x for r in found for x in r.spans), 3),
         "time_units": round(statistics.fmean(r.points[-1].time_units for r in found), 1),
@@ -139,7 +140,9 @@ is about two thirds of a synchronous step. Equal time is {payload["moment_units"
 the fastest row has spent its tokens. `wait` rollouts are exactly `lag` versions behind;
 `in-flight` ones may start as far ahead, but go on with each newer version between two tokens
 (cache recomputed). Correction `tis` weighs each token by its old over its rollout probability, at
-most 2. Rewards are means over seeds with 95 % confidence intervals.
+most 2. Rewards are means over seeds with 95 % confidence intervals (Student's t). Seeds differ in
+when learning sets in, so with few of them the intervals are wide, and what is smaller is no
+finding; `--seeds N` runs more.
 
 {table(payload)}
 
@@ -199,9 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quick", action="store_true", help="three lags, two seeds, tiny model")
     parser.add_argument("--docs", action="store_true", help="write docs/staleness.md and .svg")
+    parser.add_argument("--seeds", type=int, choices=range(1, len(T_975) + 2), help="how many")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     plan = QUICK if options.quick else Plan()
+    if options.seeds:
+        plan = replace(plan, seeds=tuple(range(options.seeds)))
     started = time.process_time()
     payload = run(plan)
     payload["processor_seconds"] = round(time.process_time() - started, 1)
