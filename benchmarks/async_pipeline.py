@@ -52,9 +52,9 @@ class Settings:
     clip_norm: float | None = 1.0
     link_seconds: float = 0.1
     update_seconds: float = 0.2
-    clock_micro_batches: int = 160
+    clock_micro_batches: int = 120
     """Micro-batches of the runs that wait for their device."""
-    layer_seconds: float = 0.008
+    layer_seconds: float = 0.03
     """What they wait for one layer's forward."""
 
 
