@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from deltaloom.orchestrator.figures import figures_of
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.report import spans
-from deltaloom.orchestrator.report.charts import CHARTS
+from deltaloom.orchestrator.report.charts import CHARTS, charts_for
 from deltaloom.orchestrator.report.page import amount, flat_options, seconds, share, size
 from deltaloom.orchestrator.report.spans import Times, find_gaps, idle_seconds, task_spans
 from deltaloom.orchestrator.report.thinning import spread, thinned
@@ -162,6 +163,17 @@ def test_figures_follow_the_commits(seen_run: Path) -> None:
     assert figures.accounting.is_closed
     empty = figures_of([])
     assert (empty.versions, empty.published, empty.last) == ((), (0, 0), {})
+
+
+def test_a_metric_nobody_foresaw_gets_a_chart_if_it_moves(seen_run: Path) -> None:
+    stored = StoredRun(seen_run, branch="main")
+    figures = figures_of([*reversed(stored.repository.log("main"))])
+    other = {"odd": (None, 1.0, 2.0, 2.0), "still": (1.0, 1.0, 1.0, 1.0), "tokens": (1.0, 2.0)}
+    changed = replace(figures, metrics={**figures.metrics, **other})
+    titles = [chart.title for chart in charts_for([figures, changed])]
+    assert titles[: len(CHARTS)] == [chart.title for chart in CHARTS]
+    assert "odd" in titles
+    assert not {"still", "tokens"} & set(titles)
 
 
 @given(

@@ -13,6 +13,8 @@ from .thinning import spread, thinned
 Json = dict[str, Any]
 MAX_POINTS = 400
 MAX_HEAT_COLUMNS = 160
+_NOT_DRAWN = frozenset({"num_rollouts", "num_tokens", "tokens", "empty"})
+"""Counts that other figures are made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +110,27 @@ CHARTS = (
 )
 
 
-def chart_shapes() -> list[Json]:
+def charts_for(runs: Sequence[Figures]) -> tuple[Chart, ...]:
+    """The usual charts, and one more for every other metric that some run has and that moves."""
+    drawn = {metric for chart in CHARTS for metric, _ in chart.lines} | _NOT_DRAWN
+    moving = {
+        name
+        for figures in runs
+        for name, values in figures.metrics.items()
+        if name not in drawn and len({value for value in values if value is not None}) > 1
+    }
+    return (*CHARTS, *(Chart(title=name, lines=((name, name),)) for name in sorted(moving)))
+
+
+def chart_shapes(charts: Sequence[Chart]) -> list[Json]:
     """The charts without their points."""
     return [
         {"title": c.title, "unit": c.unit, "note": c.note, "log": c.log, "zero": c.from_zero}
-        for c in CHARTS
+        for c in charts
     ]
 
 
-def chart_lines(figures: Figures) -> list[list[Json]]:
+def chart_lines(figures: Figures, charts: Sequence[Chart]) -> list[list[Json]]:
     """The lines of each chart that the run has a figure for, thinned."""
     return [
         [
@@ -124,7 +138,7 @@ def chart_lines(figures: Figures) -> list[list[Json]]:
             for metric, name in chart.lines
             if metric in figures.metrics
         ]
-        for chart in CHARTS
+        for chart in charts
     ]
 
 

@@ -12,7 +12,7 @@ from ..density import elements_by_kind
 from ..errors import PluginError
 from ..figures import Figures, figures_of
 from ..inspect import ledger_rows
-from .charts import byte_lines, chart_lines, density_heat
+from .charts import byte_lines, density_heat
 from .lineage import BranchLine, branch_lines
 from .timeline import read_lines, run_times, timeline_of
 from .viewer import Viewer, choose_versions
@@ -110,7 +110,6 @@ def _data(
     return {
         "name": source.name,
         "branch": source.branch,
-        "lines": chart_lines(figures),
         "bytes": byte_lines(figures),
         "density": density_heat(figures, elements_by_kind(specs)),
         "timeline": timeline,
@@ -128,7 +127,8 @@ def _timeline(source: ReportSource, infos: Sequence[CommitInfo]) -> Json | None:
         dict(zip(figures.versions, figures.written_at, strict=True)),
         read_lines(source.run_dir.metrics_file),
     )
-    lag = int(source.config.get("pipeline", {}).get("max_staleness", 1))
+    options = source.config.get("pipeline", {})
+    lag = int(options.get("max_staleness", 1)) - int(options.get("late_steps", 0))
     return timeline_of(read_lines(source.run_dir.tasks_file), times, lag=lag)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import differences
 from ..errors import PluginError, RunErrorCode
-from .charts import chart_shapes
+from .charts import chart_lines, chart_shapes, charts_for
 from .lineage import draw_lineage
 
 if TYPE_CHECKING:
@@ -41,10 +41,16 @@ def render(reports: Sequence[RunReport]) -> str:
         comparison=_comparison(reports) if len(reports) > 1 else None,
         style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "report.js").read_text(encoding="utf-8"),
-        data=packed({"charts": chart_shapes(), "runs": [report.data for report in reports]}),
+        data=packed(_data(reports)),
         library=_plotting_library(),
     )
     return str(page)
+
+
+def _data(reports: Sequence[RunReport]) -> Json:
+    charts = charts_for([report.figures for report in reports])
+    runs = [{**r.data, "lines": chart_lines(r.figures, charts)} for r in reports]
+    return {"charts": chart_shapes(charts), "runs": runs}
 
 
 def packed(value: Any) -> str:
