@@ -13,7 +13,7 @@ from .thinning import spread, thinned
 Json = dict[str, Any]
 MAX_POINTS = 400
 MAX_HEAT_COLUMNS = 160
-_NOT_DRAWN = frozenset({"num_rollouts", "num_tokens", "tokens", "empty"})
+_NOT_DRAWN = frozenset({"num_rollouts", "num_tokens", "num_trained", "tokens", "empty"})
 """Counts that other figures are made of."""
 
 
@@ -61,7 +61,7 @@ CHARTS = (
     ),
     Chart(
         title="Length",
-        lines=(("length", "mean completion"),),
+        lines=(("length", "mean completion"), ("length_trained", "of those trained")),
         unit="tokens",
         from_zero=True,
         note="A jump without reward points at a reward that pays for length.",
@@ -85,7 +85,7 @@ CHARTS = (
     ),
     Chart(
         title="Staleness",
-        lines=(("staleness", "oldest token"),),
+        lines=(("staleness", "oldest token"), ("staleness_mean", "mean over tokens")),
         unit="versions",
         from_zero=True,
         note="Version trained minus the oldest version that produced a token.",
