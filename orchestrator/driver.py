@@ -569,7 +569,9 @@ class Driver:
         )
 
     def _rollout_of(self, task: TaskId) -> TaskId:
-        """The rollout task whose groups a task works on."""
+        """The task that opened the groups a task works on: of a rollout, or of given examples."""
+        if self._from_prompts:
+            return task
         return TaskId(self._rollout_name(), task.step, task.shard)
 
     def _rollout_name(self) -> str:

@@ -97,7 +97,7 @@ def test_other_data_is_refused_on_resume(tmp_path: Path) -> None:
 
     done = deltaloom("resume", run, "--steps", "3")
     assert done.status == 2
-    assert "the source gives other prompts for step 2" in done.err
+    assert "other prompts than the run was trained on: step 1: 6 of 6 prompts" in done.err
 
 
 def test_functions_between_source_and_training_run(tmp_path: Path) -> None:
