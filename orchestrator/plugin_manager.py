@@ -48,6 +48,7 @@ BUNDLED_PLUGINS = (
     "optimizers.nesterov_delay",
     "optimizers.pipemare",
     "optimizers.xpipe",
+    "fusion.prediction",
     "pipeline.prediction",
     "pipeline.trainer",
     "inference.reference",

@@ -119,6 +119,13 @@ def test_a_run_with_inference_nodes_trains_resumes_and_replays(tmp_path: Path) -
     assert resumed.status == 0, resumed.err
     assert versions(parted) == versions(whole)
     assert deltaloom("replay", whole).status == 0
+    simulated = deltaloom(
+        "simulate", "fusion", "--run", whole, "--num-instances", "2", "--json"
+    ).json
+    assert len(simulated["steps"]) == 4
+    assert simulated["inference_seconds"] > 0.0
+    assert simulated["decode_step_seconds"] > 0.0
+    assert simulated["speedup"] >= 1.0
     first = _batch(whole, 1)
     assert first["extras/ref_logprobs"] == pytest.approx(first["logprobs"], abs=1e-5)
     assert not first["extras/values"].any()
