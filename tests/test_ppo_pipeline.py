@@ -54,6 +54,12 @@ pipeline = Pipeline(
 """
 
 
+def _tiny_ppo(folder: Path) -> Path:
+    path = folder / "ppo.py"
+    path.write_text(TINY_PPO, encoding="utf-8")
+    return path
+
+
 def _batch(run_dir: Path, version: int) -> dict[str, np.ndarray]:
     repository = StoredRun(run_dir).repository
     snapshot_id = repository.info(version).snapshot_id
@@ -108,17 +114,23 @@ def test_reference_logprobs_are_those_of_the_uniform_first_policy() -> None:
     assert np.concatenate(columns) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_with_inference_nodes_trains_resumes_and_replays(tmp_path: Path) -> None:
-    pipeline = tmp_path / "ppo.py"
-    pipeline.write_text(TINY_PPO, encoding="utf-8")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_with_inference_nodes_resumes_and_replays_to_the_bit(tmp_path: Path) -> None:
+    pipeline = _tiny_ppo(tmp_path)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    done = deltaloom("run", pipeline, "--run-dir", whole)
-    assert done.status == 0, done.err
+    assert deltaloom("run", pipeline, "--run-dir", whole).status == 0
     assert deltaloom("run", pipeline, "--run-dir", parted, "--steps", "2").status == 0
     resumed = deltaloom("resume", parted, "--steps", "4")
     assert resumed.status == 0, resumed.err
     assert versions(parted) == versions(whole)
     assert deltaloom("replay", whole).status == 0
+
+
+def test_columns_of_inference_nodes_are_stored_and_a_run_can_be_simulated(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    done = deltaloom("run", _tiny_ppo(tmp_path), "--run-dir", whole)
+    assert done.status == 0, done.err
     simulated = deltaloom(
         "simulate", "fusion", "--run", whole, "--num-instances", "2", "--json"
     ).json
