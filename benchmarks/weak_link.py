@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quick", action="store_true", help="a small model, a few steps")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the link is taken down
     result = measure(QUICK if options.quick else FULL)
     if not options.quick:
         write_result("weak_link", result)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dsl import Pipeline, node, publish, rollout, score, source, train, use
+    from .dsl import Pipeline, infer, join, node, publish, rollout, score, source, train, use
     from .hookspecs import hookimpl
     from .types import Invalid, Prompt, Rollout, RolloutGroup, ScoredGroup, ScoreResult
 
@@ -22,6 +22,8 @@ __all__ = [
     "ScoreResult",
     "ScoredGroup",
     "hookimpl",
+    "infer",
+    "join",
     "node",
     "publish",
     "rollout",

@@ -25,6 +25,7 @@ _COLUMNS = (
     "rewards",
 )
 _EXTRA = "extras/"
+_Pair = tuple[ScoredGroup, GroupAdvantages]
 
 
 def build_batch(
@@ -35,9 +36,10 @@ def build_batch(
 ) -> TrainBatch:
     """The training batch of the rollouts that `advantages` lets in, in the order given.
 
-    Groups with none of them are not part of it. Every token of a rollout let in has mask 1.
-    Raises `PluginError` naming the group for advantages of another length, for a rollout let in
-    without a valid score, and for groups whose extra columns differ.
+    Groups with none of them are not part of it. Every token of a rollout let in has mask 1,
+    unless the algorithm gives a `token_mask`; its `columns` join those of the groups. Raises
+    `PluginError` naming the group for advantages of another length, for a rollout let in without
+    a valid score, and for groups whose extra columns differ.
     """
     if len(groups) != len(advantages):
         raise PluginError(
@@ -50,7 +52,6 @@ def build_batch(
     picks = list(_picks(pairs))
     rollouts = [pairs[group][0].group.rollouts[row] for group, row in picks]
     lengths = np.array([r.num_tokens for r in rollouts], dtype=np.int32)
-    values = np.array([pairs[group][1].values[row] for group, row in picks], dtype=np.float32)
     rewards = [pairs[group][0].scores[row].value for group, row in picks]
     return TrainBatch(
         policy_version=policy_version,
@@ -60,12 +61,12 @@ def build_batch(
         prompt_lengths=np.array([r.prompt_tokens.size for r in rollouts], dtype=np.int32),
         tokens=_joined((r.tokens for r in rollouts), np.int32),
         lengths=lengths,
-        mask=np.ones(int(lengths.sum()), dtype=np.uint8),
+        mask=_joined((_token_mask(pairs[g], row) for g, row in picks), np.uint8),
         logprobs=_joined((r.logprobs for r in rollouts), np.float32),
         versions=_joined((r.versions for r in rollouts), np.int32),
-        advantages=np.repeat(values, lengths),
+        advantages=_joined((_token_values(pairs[g], row) for g, row in picks), np.float32),
         rewards=np.array(rewards, dtype=np.float32),
-        extras=_extras([scored for scored, _ in pairs], picks, lengths),
+        extras=_extras(pairs, picks),
     )
 
 
@@ -141,7 +142,7 @@ def _check_columns(group_id: str, rollouts: Sequence[Rollout]) -> None:
 
 
 def _picks(
-    pairs: Sequence[tuple[ScoredGroup, GroupAdvantages]],
+    pairs: Sequence[_Pair],
 ) -> Iterator[tuple[int, int]]:
     """(position of the group, position in the group) of every rollout let in."""
     for group, (_, chosen) in enumerate(pairs):
@@ -149,33 +150,51 @@ def _picks(
             yield group, row
 
 
+def _token_values(pair: _Pair, row: int) -> npt.NDArray[np.float32]:
+    """The advantage of each token of a rollout."""
+    scored, chosen = pair
+    expected = scored.group.rollouts[row].num_tokens
+    if not chosen.tokens:
+        return np.full(expected, chosen.values[row], dtype=np.float32)
+    return np.asarray(_sized(chosen.tokens, pair, row, what="advantages"), dtype=np.float32)
+
+
+def _token_mask(pair: _Pair, row: int) -> npt.NDArray[np.uint8]:
+    scored, chosen = pair
+    if not chosen.token_mask:
+        return np.ones(scored.group.rollouts[row].num_tokens, dtype=np.uint8)
+    return np.asarray(_sized(chosen.token_mask, pair, row, what="token mask"), dtype=np.uint8)
+
+
 def _extras(
-    groups: Sequence[ScoredGroup],
+    pairs: Sequence[_Pair],
     picks: Sequence[tuple[int, int]],
-    lengths: npt.NDArray[np.int32],
 ) -> dict[str, npt.NDArray[Any]]:
-    names = sorted({name for scored in groups for name in scored.group.extras})
-    return {name: _extra_column(name, groups, picks, lengths) for name in names}
+    columns = [{**scored.group.extras, **chosen.columns} for scored, chosen in pairs]
+    names = sorted({name for named in columns for name in named})
+    return {
+        name: np.concatenate(
+            [
+                np.asarray(_sized(columns[g].get(name, ()), pairs[g], row, what=f"column {name!r}"))
+                for g, row in picks
+            ]
+        )
+        for name in names
+    }
 
 
-def _extra_column(
-    name: str,
-    groups: Sequence[ScoredGroup],
-    picks: Sequence[tuple[int, int]],
-    lengths: npt.NDArray[np.int32],
-) -> npt.NDArray[Any]:
-    parts = []
-    for (group, row), length in zip(picks, lengths.tolist(), strict=True):
-        column = groups[group].group.extras.get(name, ())
-        size = len(column[row]) if row < len(column) else None
-        if size != length:
-            raise PluginError(
-                f"group {groups[group].group.id!r}, rollout {row}: column {name!r} must have "
-                f"{length} values, got {'none' if size is None else size}.",
-                code=RunErrorCode.BROKEN_PLUGIN,
-            )
-        parts.append(np.asarray(column[row]))
-    return np.concatenate(parts)
+def _sized(column: Sequence[Any], pair: _Pair, row: int, *, what: str) -> Any:
+    """The part of a per-token column that belongs to one rollout, of its length."""
+    group = pair[0].group
+    expected = group.rollouts[row].num_tokens
+    size = len(column[row]) if row < len(column) else None
+    if size != expected:
+        raise PluginError(
+            f"group {group.id!r}, rollout {row}: {what} must have {expected} values, "
+            f"got {'none' if size is None else size}.",
+            code=RunErrorCode.BROKEN_PLUGIN,
+        )
+    return column[row]
 
 
 def _joined(arrays: Iterable[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

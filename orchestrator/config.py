@@ -140,7 +140,8 @@ def _wrong(path: str, expected: str, value: Any, remedy: str | None = None) -> C
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, tuples and mappings as JSON values; functions by their qualified name."""
+    """Dataclasses, tuples and mappings as JSON values; functions by their qualified name,
+    callable objects by that of their class."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {field.name: to_plain(getattr(value, field.name)) for field in fields}
@@ -149,7 +150,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
     return value
 
 

@@ -336,7 +336,7 @@ class Driver:
         node = self._pipeline.nodes[task.node]
         version, snapshot_id = self._policy_of(task)
         sources = self._sources(task)
-        if self._state.template.node(task.node).needs_policy:
+        if node.spec.role == "rollout":
             self._dispatch_rows(task, self._results[sources[0]])
         found = self._find(task, attempt=instruction.attempt)
         if found is not None:

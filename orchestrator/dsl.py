@@ -22,8 +22,10 @@ from typing import Any
 
 from .errors import PipelineError, RunErrorCode
 from .graph import Graph, build_graph
+from .joining import join_columns
 from .options import (
     FunctionOptions,
+    InferOptions,
     PublishOptions,
     RolloutOptions,
     ScoreOptions,
@@ -38,6 +40,7 @@ class Role(StrEnum):
     SOURCE = "source"
     ROLLOUT = "rollout"
     SCORE = "score"
+    INFER = "infer"
     FUNCTION = "function"
     TRAIN = "train"
     PUBLISH = "publish"
@@ -165,6 +168,54 @@ def score(
         options_type=ScoreOptions,
         functions=functions,
         components={"scorer": scorer},
+        options=options,
+        where=_caller(),
+    )
+
+
+def infer(
+    groups: str,
+    /,
+    *,
+    to: str,
+    by: str | ComponentChoice,
+    name: str = "",
+    **options: Any,
+) -> NodeSpec:
+    """Add per-token columns that a model computes from finished rollouts.
+
+    `by` is an inference plugin: `"values"` of the critic, `"reference"` logprobs. It runs in
+    workers, with the policy version that generated the rollouts; named by the plugin if unnamed.
+    """
+    choice = _choice(by)
+    return NodeSpec(
+        name=name or choice.name,
+        role=Role.INFER,
+        inputs=(groups,),
+        input_kinds=(Port.GROUPS,),
+        output=to,
+        output_kind=Port.GROUPS,
+        options_type=InferOptions,
+        components={"inference": choice},
+        options=options,
+        where=_caller(),
+    )
+
+
+def join(scored: str, /, *groups: str, to: str, name: str = "join", **options: Any) -> NodeSpec:
+    """Scored groups with the columns that `infer` nodes made of the same groups.
+
+    A group that one of the inputs left out is left out.
+    """
+    return NodeSpec(
+        name=name,
+        role=Role.FUNCTION,
+        inputs=(scored, *groups),
+        input_kinds=(Port.SCORED, *(Port.GROUPS,) * len(groups)),
+        output=to,
+        output_kind=Port.SCORED,
+        options_type=FunctionOptions,
+        functions=(join_columns,),
         options=options,
         where=_caller(),
     )

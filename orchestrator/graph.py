@@ -176,7 +176,7 @@ def _policy_edges(nodes: Sequence[NodeSpec]) -> list[Edge]:
         for publisher in nodes
         if publisher.role == "publish"
         for node in nodes
-        if node.role == "rollout"
+        if node.role in ("rollout", "infer")
     ]
 
 

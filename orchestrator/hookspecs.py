@@ -65,6 +65,10 @@ class ComponentSpecs(Protocol):
         """Scorers selected by name (`interfaces.Scorer`); plain functions need no plugin."""
 
     @hookspec
+    def register_inferences(self) -> list[type[Any]]:
+        """Models that add per-token columns to rollouts (`interfaces.Inference`)."""
+
+    @hookspec
     def register_executors(self) -> list[type[Any]]:
         """Executors (`executor.Executor`); `deltaloom run --executor NAME`."""
 

@@ -6,7 +6,7 @@ is: listing plugins must stay cheap. Kinds, and where their instances live:
 
     codec, optimizer, algorithm, trainer    the training process
     model                                   training process and every rollout worker
-    engine, scorer                          rollout workers
+    engine, scorer, inference               rollout workers
     executor, tracker, verifier, fusion     the driver process
     simulator                               the command line
 """
@@ -14,7 +14,7 @@ is: listing plugins must stay cheap. Kinds, and where their instances live:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -158,6 +158,12 @@ class GroupAdvantages:
     values: npt.NDArray[np.float32]
     mask: npt.NDArray[np.bool_]
     dropped: str = ""
+    tokens: Sequence[npt.NDArray[np.float32]] = ()
+    """Where tokens differ: the advantages [T] of each rollout's tokens, in place of `values`."""
+    token_mask: Sequence[npt.NDArray[np.bool_]] = ()
+    """Which tokens [T] of each rollout are trained; empty: all."""
+    columns: Mapping[str, Sequence[npt.NDArray[np.float32]]] = field(default_factory=dict)
+    """Further per-token columns of the batch by name, one array [T] a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +171,8 @@ class LossInputs:
     """One micro-batch of completions, padded to the longest, on the trainer's device.
 
     All are [n, T]: `logprobs` of the current policy (with gradient), `rollout_logprobs` of the
-    distribution each token was drawn from, `advantages`, `mask` (float, 1 where trained).
+    distribution each token was drawn from, `advantages`, `mask` (float, 1 where trained), and
+    the critic's current `values` (with gradient) for an algorithm that says `uses_values = True`.
     `num_batch_tokens`, `num_batch_rollouts` and `max_length` describe the whole global batch, so
     that any split into micro-batches sums to the same loss.
     """
@@ -181,6 +188,7 @@ class LossInputs:
     old_logprobs: torch.Tensor | None = None
     """Of the policy at the start of the step, without gradient; None where that is the current
     policy itself, as in a step's first pass."""
+    values: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +298,23 @@ class Scorer(Component, Protocol):
         `report(position)` is called before the rollout at that position is scored: it restarts
         the deadline, and names the culprit if scoring hangs or takes its process down.
         """
+        ...
+
+
+ColumnsByRollout = Mapping[str, Sequence[npt.NDArray[Any]]]
+"""Per-token values by column name: one array [T] a rollout."""
+
+
+class Inference(Component, Protocol):
+    """Adds per-token columns to finished rollouts.
+
+    Built in a worker as `Inference(config, model=, sampling=, seed=)`: the rollout node's
+    sampling and the run's seed. One that also has `activate(update)`, as engines do, is at the
+    version that generated the rollouts whenever `infer` is called.
+    """
+
+    def infer(self, group: RolloutGroup) -> ColumnsByRollout:
+        """The columns of one group: a function of version and group, whatever is beside it."""
         ...
 
 

@@ -134,6 +134,17 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InferOptions:
+    """Options of `infer`."""
+
+    timeout_seconds: float = 600.0
+    """Longest one group may take."""
+
+    def __post_init__(self) -> None:
+        check_least(self, timeout_seconds=0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionOptions:
     """Options of `node`."""
 

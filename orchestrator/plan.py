@@ -16,7 +16,7 @@ from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
 from .task_state import FailurePolicy, NodeTemplate, StepTemplate
 
-WORKER_ROLES = ("source", "rollout", "score", "function")
+WORKER_ROLES = ("source", "rollout", "score", "infer", "function")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def check_chains(
 ) -> tuple[tuple[str, ...], ...]:
     """The planned chains that lie in the slice.
 
-    Raises `PluginError` unless each is a line of rollout, score or function nodes in which
+    Raises `PluginError` unless each is a line of nodes that run in workers, in which
     every node reads only its predecessor and is read only by its successor.
     """
     inside = set(selected)
@@ -158,7 +158,7 @@ def step_template(
                 name=spec.name,
                 inputs=tuple(renamed.get(name, name) for name in graph.producers(spec.name)),
                 sharded=spec.name in sharded,
-                needs_policy=spec.role == "rollout",
+                needs_policy=_needs_policy(graph, chains, spec.name),
                 on_failure=_failure_policy(pipeline.nodes[spec.name]),
             )
             for spec in workers
@@ -193,6 +193,12 @@ def _check_late_options(pipeline: ResolvedPipeline) -> None:
             code=RunErrorCode.WRONG_TYPE,
             remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
         )
+
+
+def _needs_policy(graph: Graph, chains: Sequence[Sequence[str]], name: str) -> bool:
+    """Whether a task of the node, or of one that runs in it, works at a policy version."""
+    members = next((chain for chain in chains if chain[0] == name), (name,))
+    return any(graph.node(member).role in ("rollout", "infer") for member in members)
 
 
 def _outputs(
@@ -275,6 +281,8 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             )
         case "score":
             return f"each task's rollouts, {options.timeout_seconds:g} s for one at most"
+        case "infer":
+            return "each task's groups, at the policy version that generated them"
         case "function":
             return "one call a task of its input"
         case "train":

@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..storage.errors import InputError
 from .errors import PluginError, RunErrorCode, TaskError, boundary
 from .executor import TaskSpec, WorkerBootstrap
-from .interfaces import Engine, GenerateRequest, Model, Tokenizer
+from .interfaces import Engine, GenerateRequest, Inference, Model, Tokenizer
 from .pipeline_file import load_pipeline
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedNode, ResolvedPipeline, resolve
@@ -26,9 +26,10 @@ from .types import Prompt, Rollout, RolloutGroup, SamplingParams, ScoredGroup
 from .wire import PORT_CODECS, pack_prompts, score_from_json
 
 if TYPE_CHECKING:
-    from .worker_weights import WorkerWeights
+    from .worker_weights import HoldsWeights, WorkerWeights
 
 Report = Callable[[int], None]
+Holder = TypeVar("Holder", bound="HoldsWeights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class TaskRunner:
     @property
     def version(self) -> int:
         """The policy version its engine holds; -1 while it has no engine."""
-        weights: WorkerWeights | None = self.__dict__.get("_weights")
-        return -1 if weights is None else weights.engine.version
+        weights: WorkerWeights[Engine] | None = self.__dict__.get("_weights")
+        return -1 if weights is None else weights.holder.version
 
     def _observed(
         self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
@@ -97,6 +98,7 @@ class TaskRunner:
             "source": self._source,
             "rollout": self._rollout,
             "score": self._score,
+            "infer": self._infer,
             "function": self._function,
         }
         return handlers[node.spec.role](node, spec, inputs, report)
@@ -157,7 +159,7 @@ class TaskRunner:
         if not in_flight:
             arrival = weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
             started = time.monotonic()
-            rollouts = weights.engine.generate(request, between_steps=lambda: report(0))
+            rollouts = weights.holder.generate(request, between_steps=lambda: report(0))
             return rollouts, {
                 "generate_seconds": time.monotonic() - started,
                 **arrival.metrics(),
@@ -170,7 +172,7 @@ class TaskRunner:
                 report(0)
                 follower.advance()
 
-            rollouts = weights.engine.generate(request, between_steps=between_steps)
+            rollouts = weights.holder.generate(request, between_steps=between_steps)
         return rollouts, {
             "generate_seconds": time.monotonic() - started,
             **arrival.metrics(),
@@ -201,6 +203,20 @@ class TaskRunner:
             first += size
         return NodeOutput(items=scored, metrics={})
 
+    def _infer(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        report(0)
+        inference, weights = self._inferences[node.name]
+        arrival = weights.ensure(spec.version, snapshot_id=spec.snapshot_id) if weights else None
+        groups = []
+        for position, group in enumerate(inputs[0]):
+            report(position)
+            with boundary(PluginError, f"inference {inference.name!r}, group {group.id}"):
+                columns = inference.infer(group)
+            groups.append(replace(group, extras={**group.extras, **columns}))
+        return NodeOutput(items=groups, metrics=arrival.metrics() if arrival else {})
+
     def _function(
         self, node: ResolvedNode, _spec: TaskSpec, inputs: list[Any], _report: Report
     ) -> NodeOutput:
@@ -225,13 +241,31 @@ class TaskRunner:
         }
 
     @cached_property
-    def _weights(self) -> WorkerWeights:
-        from .worker_weights import WorkerWeights
+    def _inferences(self) -> Mapping[str, tuple[Inference, WorkerWeights[Any] | None]]:
+        """Every inference node's component, with the weights of those that follow the policy."""
+        (rollout,) = self._pipeline.by_role("rollout")
+        made: dict[str, tuple[Inference, WorkerWeights[Any] | None]] = {}
+        for node in self._pipeline.by_role("infer"):
+            inference = node.components["inference"].create(
+                model=self._model,
+                sampling=sampling_params(rollout),
+                seed=self._pipeline.options.seed,
+            )
+            follows = hasattr(inference, "activate")
+            made[node.name] = (inference, self._follow(inference) if follows else None)
+        return made
 
+    @cached_property
+    def _weights(self) -> WorkerWeights[Engine]:
         (node,) = self._pipeline.by_role("rollout")
         engine: Engine = node.components["engine"].create(model=self._model)
+        return self._follow(engine)
+
+    def _follow(self, holder: Holder) -> WorkerWeights[Holder]:
+        from .worker_weights import WorkerWeights
+
         return WorkerWeights(
-            engine,
+            holder,
             store_url=self._bootstrap.store_url,
             branch=self._bootstrap.branch,
             codecs=self._plugins.components["codec"],

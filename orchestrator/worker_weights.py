@@ -1,18 +1,28 @@
-"""A worker's weights: its engine, kept at the version a task asks for, from the store alone."""
+"""A worker's weights: what holds them is kept at the version a task asks for, from the store
+alone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..storage.codec import DeltaCodec
 from ..storage.errors import ErrorCode, SequenceError
 from ..storage.repository import PolicyRepository
 from ..storage.subscriber import StagedVersion, Subscriber
 from .in_flight import HeadFollower
-from .interfaces import Engine, WeightUpdate
+from .interfaces import WeightUpdate
+
+
+class HoldsWeights(Protocol):
+    """An engine, or an inference component that follows the policy."""
+
+    def activate(self, update: WeightUpdate) -> None: ...
+
+
+T = TypeVar("T", bound=HoldsWeights)
 
 
 def codec_lookup(classes: Mapping[str, type[Any]]) -> Mapping[str, DeltaCodec]:
@@ -32,13 +42,13 @@ class Arrival:
         return {"weights_seconds": self.total_seconds, "activate_seconds": self.pause_seconds}
 
 
-class WorkerWeights:
-    """Follows a branch of a store on behalf of one engine."""
+class WorkerWeights(Generic[T]):
+    """Follows a branch of a store on behalf of one holder of weights."""
 
     def __init__(
-        self, engine: Engine, *, store_url: str, branch: str, codecs: Mapping[str, type[Any]]
+        self, holder: T, *, store_url: str, branch: str, codecs: Mapping[str, type[Any]]
     ) -> None:
-        self.engine = engine
+        self.holder = holder
         self._store_url = store_url
         self._branch = branch
         self._codecs = codec_lookup(codecs)
@@ -47,7 +57,7 @@ class WorkerWeights:
         self._snapshot_id = ""
 
     def ensure(self, version: int, *, snapshot_id: str) -> Arrival:
-        """Have the engine hold exactly this version.
+        """Have the holder at exactly this version.
 
         Raises `SequenceError` when the store's version of that number is another snapshot.
         """
@@ -82,7 +92,7 @@ class WorkerWeights:
         """Make a staged version the engine's; the seconds it could not generate."""
         paused = time.monotonic()
         activation = self._follow().activate(staged)
-        self.engine.activate(
+        self.holder.activate(
             WeightUpdate(
                 version=activation.version,
                 snapshot_id=activation.snapshot_id,

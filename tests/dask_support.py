@@ -41,9 +41,6 @@ class DaskProcesses:
         words += ["--resources", resources] if resources else []
         self._workers[name] = self._start(f"worker-{name}", "worker", *words, code=code)
 
-    def pid(self, name: str) -> int:
-        return self._workers[name].pid
-
     def kill(self, name: str) -> None:
         """End a worker without warning."""
         process = self._workers.pop(name)
@@ -58,8 +55,13 @@ class DaskProcesses:
         self.scheduler.kill()
         self.scheduler.wait()
 
-    def log(self, name: str) -> str:
-        return (self._folder / f"worker-{name}.log").read_text(encoding="utf-8")
+    def wait_for_worker(self, name: str) -> None:
+        """Wait until the scheduler knows a worker."""
+        log = self._folder / f"worker-{name}.log"
+        limit = time.monotonic() + START_SECONDS
+        while "Registered to" not in log.read_text(encoding="utf-8"):
+            assert time.monotonic() < limit, log.read_text(encoding="utf-8")
+            time.sleep(0.05)
 
     def close(self) -> None:
         for process in [*self._workers.values(), self.scheduler]:

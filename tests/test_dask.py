@@ -47,9 +47,10 @@ def test_a_worker_with_other_code_is_refused_with_what_differs(tmp_path: Path) -
     pipeline = tiny_pipeline(tmp_path)
     with dask_processes(tmp_path / "cluster") as cluster:
         cluster.start_worker("old", code=other_code(tmp_path / "code"))
+        cluster.wait_for_worker("old")
         done = deltaloom(
             *("run", pipeline, "--run-dir", tmp_path / "run", "--to-nodes", "source"),
-            *("--scheduler", cluster.address, "--set", "executor.dask.join_seconds=8"),
+            *("--scheduler", cluster.address, "--set", "executor.dask.join_seconds=2"),
         )
     assert done.status == 1
     assert "no-worker" in done.err
@@ -162,7 +163,9 @@ def test_only_admitted_workers_are_said_to_leave() -> None:
 
 def test_a_worker_that_could_not_be_asked_is_asked_again() -> None:
     members = Members()
-    members.observe(Seen({"a": sighting(1.0)}), now=0.0)
+    members.observe(Seen({"a": sighting(1.0)}), now=0.5)
+    assert members.asked(now=1.0, seconds=2.0)
+    assert not members.asked(now=4.0, seconds=2.0)
     assert members.answered(Answer("a", None)) is None
     assert members.observe(Seen({"a": sighting(1.0)}), now=1.0) == (["a"], [])
 

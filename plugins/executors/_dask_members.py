@@ -125,6 +125,13 @@ class Members:
         """Admitted workers that gave no sign of life for longer than so many seconds."""
         return [member for member in self.admitted if now - member.alive > seconds]
 
+    def asked(self, *, now: float, seconds: float) -> bool:
+        """Whether a worker that was alive so many seconds ago has yet to say if it can serve."""
+        return any(
+            member.standing == "asked" and now - member.alive <= seconds
+            for member in self._known.values()
+        )
+
     def member(self, address: str) -> Member | None:
         return self._known.get(address)
 

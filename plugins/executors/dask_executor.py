@@ -240,7 +240,8 @@ class DaskExecutor:
         """Stop when tasks wait and no worker may take them."""
         now = time.monotonic()
         waiting = [entry.spec for entry in self._tries.values()]
-        if self._members.admitted or not waiting:
+        asked = self._members.asked(now=now, seconds=self._config.silent_seconds)
+        if self._members.admitted or asked or not waiting:
             self._served = now
         if now - self._served <= self._config.join_seconds:
             return

@@ -81,6 +81,10 @@ class FusedOutcome:
     num_kept: int
     num_migrated: int
     serial_seconds: float
+    kept: tuple[int, ...]
+    """The instances that went on generating, by index."""
+    tail_ends: tuple[float, ...] = ()
+    """When each survivor ended, in order."""
 
     @property
     def speedup(self) -> float:
@@ -158,7 +162,8 @@ def fused_seconds(
     num_kept = num_kept_instances(num_remaining, len(lengths), costs, longest_tokens=longest)
     if num_kept == len(lengths):
         return _serial_outcome(ends, serial, trigger, num_kept)
-    tail, num_migrated = _tail_ends(survivors, num_kept, trigger, costs)
+    kept = kept_instances(survivors, num_kept)
+    tail, num_migrated = _tail_ends(survivors, kept, trigger, costs)
     num_finished = _num_samples(lengths) - num_remaining
     total = _drain(trigger, num_finished, tail, (len(lengths) - num_kept, len(lengths)), costs)
     return FusedOutcome(
@@ -168,6 +173,8 @@ def fused_seconds(
         num_kept=num_kept,
         num_migrated=num_migrated,
         serial_seconds=serial,
+        kept=tuple(sorted(kept)),
+        tail_ends=tuple(sorted(tail)),
     )
 
 
@@ -208,21 +215,29 @@ def _survivors(
     return [_Sample(generated=generated, remaining=length - generated) for length in left]
 
 
+def kept_instances(survivors: Sequence[Sequence[_Sample]], num_kept: int) -> list[int]:
+    """The instances with the most survivors, most first; the lowest index on ties."""
+    ranked = sorted(range(len(survivors)), key=lambda index: (-len(survivors[index]), index))
+    return ranked[:num_kept]
+
+
 def _tail_ends(
-    survivors: Sequence[Sequence[_Sample]], num_kept: int, trigger: float, costs: InterStageCosts
+    survivors: Sequence[Sequence[_Sample]],
+    stay: Sequence[int],
+    trigger: float,
+    costs: InterStageCosts,
 ) -> tuple[list[float], int]:
     """When each survivor ends, and how many of them moved.
 
-    The instances with the most survivors stay (the lowest index on ties) and a moved sample goes
-    to the receiver with the fewest. If any moved, the whole tail pauses once, as long as the
-    slowest receiver needs.
+    A moved sample goes to the receiver with the fewest. If any moved, the whole tail pauses
+    once, as long as the slowest receiver needs.
     """
-    ranked = sorted(range(len(survivors)), key=lambda index: (-len(survivors[index]), index))
-    kept = [list(survivors[index]) for index in ranked[:num_kept]]
-    moved = [sample for index in ranked[num_kept:] for sample in survivors[index]]
-    transfers = [0.0] * num_kept
+    kept = [list(survivors[index]) for index in stay]
+    ranked = kept_instances(survivors, len(survivors))
+    moved = [sample for index in ranked[len(stay) :] for sample in survivors[index]]
+    transfers = [0.0] * len(kept)
     for sample in moved:
-        receiver = min(range(num_kept), key=lambda index: (len(kept[index]), index))
+        receiver = min(range(len(kept)), key=lambda index: (len(kept[index]), index))
         kept[receiver].append(sample)
         transfers[receiver] += sample_transfer_seconds(sample.generated, costs.transfer)
     pause = costs.transfer.pause_seconds + max(transfers) if moved else 0.0
@@ -260,6 +275,8 @@ def _serial_outcome(
         num_kept=num_kept,
         num_migrated=0,
         serial_seconds=serial,
+        kept=tuple(range(num_kept)),
+        tail_ends=(),
     )
 
 

@@ -11,6 +11,8 @@ from ...orchestrator.hookspecs import hookimpl
 if TYPE_CHECKING:
     import torch
 
+    from ..torch_support.transformer import DecoderShape
+
 _END_ID = 0
 
 
@@ -103,12 +105,12 @@ class Transformer:
     def tokenizer(self) -> CharacterTokenizer:
         return self._tokenizer
 
-    def build(self, *, seed: int) -> torch.nn.Module:
-        """A float32 module with the weights of v0; the head is zero unless it is tied."""
-        from ..torch_support.transformer import DecoderShape, build_decoder
+    def shape(self) -> DecoderShape:
+        """The sizes of its decoder."""
+        from ..torch_support.transformer import DecoderShape
 
         config = self._config
-        shape = DecoderShape(
+        return DecoderShape(
             vocab_size=self._tokenizer.vocab_size,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -118,7 +120,12 @@ class Transformer:
             learned_positions=config.positions == "learned",
             tie_embeddings=config.tie_embeddings,
         )
-        return build_decoder(shape, seed=seed, init_std=config.init_std)
+
+    def build(self, *, seed: int) -> torch.nn.Module:
+        """A float32 module with the weights of v0; the head is zero unless it is tied."""
+        from ..torch_support.transformer import build_decoder
+
+        return build_decoder(self.shape(), seed=seed, init_std=self._config.init_std)
 
 
 @hookimpl

@@ -140,3 +140,39 @@ def aggregate(
 def masked_sum(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Sum over trained tokens and their number, for a metric's mean."""
     return (values.detach() * inputs.mask).sum(), inputs.mask.sum()
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of each value, and 1.0 where the clip decides it.
+
+    The larger of the plain error and that of the value held within `clip` of the old one; 0 does
+    not clip (the PPO2 baseline's loss, arXiv 2005.12729, sec. 3).
+    """
+    plain = (values - returns).square()
+    if not clip:
+        return 0.5 * plain, torch.zeros_like(plain)
+    bounded = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (bounded - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).to(plain.dtype)
+
+
+def kl_with_gradient(
+    inputs: LossInputs, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """KL(current || reference) of each token: the estimator's value, the KL's own gradient.
+
+    With d = log current - log reference and w the ratio of current to rollout probability, both
+    fixed, E[w d grad log current] over tokens of the rollout policy is the gradient of the KL.
+    That is the gradient of `k2`; differentiated, `k1` gives 0 in the mean and `k3` the gradient
+    of the KL the other way round (arXiv 2510.01555).
+    """
+    difference = ((inputs.logprobs - ref_logprobs) * inputs.mask).clamp(
+        -_MAX_LOG_RATIO, _MAX_LOG_RATIO
+    )
+    weight = log_ratio(inputs).detach().exp()
+    fixed = difference.detach()
+    value = {"k1": fixed, "k2": fixed.square() / 2.0, "k3": torch.expm1(-fixed) + fixed}[estimator]
+    slope = fixed * difference
+    return weight * (value + (slope - slope.detach()))

@@ -25,9 +25,18 @@ class PolicyLoss:
     max_length: int
 
     def __call__(
-        self, logits: Tensor, micro: MicroBatch, *, totals: BatchTotals, sums: MetricSums
+        self,
+        logits: Tensor,
+        micro: MicroBatch,
+        *,
+        totals: BatchTotals,
+        sums: MetricSums,
+        values: Tensor | None = None,
     ) -> Tensor:
-        """The share of the loss, a scalar; `logits` are [s, V] at the micro-batch's places."""
+        """The share of the loss, a scalar; `logits` are [s, V] at the micro-batch's places.
+
+        `values` [n, T] are the critic's, for an algorithm that uses them.
+        """
         distribution, logprobs = self.logprobs(logits, micro)
         output = self.algorithm.loss(
             LossInputs(
@@ -40,6 +49,7 @@ class PolicyLoss:
                 num_batch_tokens=totals.num_tokens,
                 num_batch_rollouts=totals.num_rollouts,
                 max_length=self.max_length or totals.max_length,
+                values=values,
             )
         )
         sums.add_output(output)

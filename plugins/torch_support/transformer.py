@@ -260,20 +260,27 @@ def build_decoder(shape: DecoderShape, *, seed: int, init_std: float | None) -> 
     zero, so that the first policy is uniform and its first updates are not noise.
     """
     module = CausalDecoder(shape)
+    initialize_weights(module, shape=shape, seed=seed, init_std=init_std)
+    return module
+
+
+def initialize_weights(
+    module: nn.Module, *, shape: DecoderShape, seed: int, init_std: float | None
+) -> None:
+    """Give a decoder with a head the weights of `build_decoder`; an untied head is zero."""
     generator = torch.Generator().manual_seed(seed)
     residual_scale = 1.0 / math.sqrt(2 * shape.num_layers)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
-            elif name == "lm_head.weight":
+            elif name.endswith("_head.weight"):
                 parameter.zero_()
             else:
                 std = init_std or 1.0 / math.sqrt(parameter.shape[1])
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     std *= residual_scale
                 parameter.normal_(0.0, std, generator=generator)
-    return module
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

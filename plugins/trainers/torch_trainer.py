@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...orchestrator.errors import RunError, RunErrorCode
+from ...orchestrator.errors import ConfigError, RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
 from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
@@ -35,7 +35,8 @@ class TorchTrainerConfig:
     """Optimizer steps on each batch (PPO's epochs), every one on the whole of it. Beyond the
     first, the policy at the start of the step is its own: `old_logprobs` of the loss."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 never scales."""
+    """Gradients are scaled down to this global norm, actor's and critic's apart; 0 never
+    scales."""
     policy_dtype: str = "bfloat16"
     """The dtype policies are published in; masters stay float32."""
 
@@ -221,7 +222,8 @@ class TorchTrainer:
         """Add one micro-batch's gradients and metric sums."""
         policy_loss = self._policy_loss()
         logits = module(micro.inputs, at=micro.at)
-        loss = policy_loss(logits, micro, totals=totals, sums=sums)
+        values = self._values(module, micro)
+        loss = policy_loss(logits, micro, totals=totals, sums=sums, values=values)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -236,12 +238,27 @@ class TorchTrainer:
             max_length=sampling.max_new_tokens if sampling else 0,
         )
 
+    def _values(self, module: torch.nn.Module, micro: MicroBatch) -> torch.Tensor | None:
+        """The critic's value before each token [n, T], for an algorithm that wants them."""
+        if not getattr(self._algorithm, "uses_values", False):
+            return None
+        critic = getattr(module, "values", None)
+        if critic is None:
+            raise ConfigError(
+                f"algorithm {self._algorithm.name!r} trains a critic; model "
+                f"{self._model.name!r} has none.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Use a model with one: Pipeline(model=use('actor-critic', ...)).",
+            )
+        return micro.padded(critic(micro.inputs, at=micro.at))
+
     def _clip(self, module: torch.nn.Module, step: int) -> float:
-        """Scale the gradients; their norm before."""
+        """Scale the gradients of each part of the module by its own norm; the norm of all."""
         import torch
 
         limit = self._config.max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(module.parameters(), limit))
+        clip = torch.nn.utils.clip_grad_norm_
+        norm = math.hypot(*(float(clip(part, limit)) for part in _parts(module)))
         if not math.isfinite(norm):
             raise RunError(
                 f"the gradient norm at policy version {step} is {norm}; no weight was changed.",
@@ -256,6 +273,12 @@ class TorchTrainer:
         module.zero_grad(set_to_none=True)
         self._num_updates += 1
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def _parts(module: torch.nn.Module) -> Sequence[Sequence[torch.nn.Parameter]]:
+    """The parameters whose gradients are clipped together."""
+    parts = getattr(module, "parts", None)
+    return parts() if parts is not None else [list(module.parameters())]
 
 
 @hookimpl

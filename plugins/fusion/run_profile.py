@@ -1,0 +1,89 @@
+"""Lengths and costs of a finished run, as the inter-stage simulator wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from ...orchestrator.errors import ConfigError, RunErrorCode
+from ...orchestrator.inspect import StoredRun
+
+TaskKey = tuple[str, int, int]
+"""Node, step, shard."""
+Batches = Mapping[int, tuple[Mapping[str, Any], Mapping[str, npt.NDArray[Any]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProfile:
+    """Lengths in tokens of each step's rollouts, and measured seconds.
+
+    `decode_step_seconds` is generation time by the tokens of the longest rollout of each task;
+    `inference_seconds` is scoring and inference time, transport included, a rollout.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    decode_step_seconds: float
+    inference_seconds: float
+
+
+def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
+    """The profile of a run's last steps. Raises `ConfigError` for one without timed rollouts."""
+    stored = StoredRun(run_dir)
+    infos = [info for info in stored.repository.log(stored.branch) if info.version > 0]
+    batches = {
+        info.version: stored.repository.read_table(info.snapshot_id, "batch")
+        for info in infos[:last_steps]
+    }
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    rollout, *_ = _nodes_with(config, "engine")
+    tasks = _tasks(run_dir / "tasks.jsonl", steps=batches.keys())
+    longest = _longest_by_task(batches, rollout, config[rollout]["prompts_per_task"])
+    timed = {key: tasks[key]["generate_seconds"] for key in longest if key in tasks}
+    num_rollouts = sum(arrays["lengths"].size for _, arrays in batches.values())
+    if not timed or not num_rollouts:
+        raise ConfigError(
+            f"{str(run_dir)!r} has no trained step with timed rollouts to take lengths from.",
+            code=RunErrorCode.RUN_NOT_FOUND,
+        )
+    inferring = {*_nodes_with(config, "scorer"), *_nodes_with(config, "inference")}
+    spent = sum(line["seconds"] for key, line in tasks.items() if key[0] in inferring)
+    return RunProfile(
+        lengths=tuple(tuple(arrays["lengths"].tolist()) for _, arrays in batches.values()),
+        decode_step_seconds=sum(timed.values()) / sum(longest[key] for key in timed),
+        inference_seconds=spent / num_rollouts,
+    )
+
+
+def _nodes_with(config: Mapping[str, Any], slot: str) -> list[str]:
+    """The nodes that have a component in this slot."""
+    return [name for name, table in config.items() if slot in table]
+
+
+def _tasks(path: Path, *, steps: Collection[int]) -> dict[TaskKey, Mapping[str, Any]]:
+    """The line of each finished task of these steps; of several tries the last."""
+    tasks: dict[TaskKey, Mapping[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if "task" in line and "seconds" in line:
+            node, step, shard = line["task"].rsplit("/", 2)
+            if int(step) in steps:
+                tasks[node, int(step), int(shard)] = line
+    return tasks
+
+
+def _longest_by_task(batches: Batches, rollout: str, prompts_per_task: int) -> dict[TaskKey, int]:
+    """Tokens of the longest trained rollout of each rollout task: its number of decode steps."""
+    longest: dict[TaskKey, int] = {}
+    for values, arrays in batches.values():
+        for index, length in zip(
+            arrays["group_index"].tolist(), arrays["lengths"].tolist(), strict=True
+        ):
+            step, _, position = values["group_ids"][index].partition("/")
+            key = (rollout, int(step), int(position) // prompts_per_task)
+            longest[key] = max(longest.get(key, 0), length)
+    return longest
