@@ -60,6 +60,7 @@ def test_the_interval_is_student_s() -> None:
     assert interval([0.5]) == {"mean": 0.5, "half_width": 0.0}
 
 
+@pytest.mark.slow
 def test_a_small_comparison_makes_its_table_and_its_plot(tmp_path: Path) -> None:
     payload = run(Plan(task=TINY, lags=(0, 1), seeds=(0,)))
     assert len(payload["rows"]) == 6

@@ -84,7 +84,8 @@ def test_a_straggler_is_trained_one_step_late_even_if_the_run_is_killed_between(
     assert audit_run(run_dir)["identical"]
 
 
-@pytest.mark.parametrize("policy", ["drop", pytest.param("admit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["drop", "admit"])
 def test_what_is_too_old_is_dropped_by_name_or_admitted_and_measured(
     tmp_path: Path, policy: str
 ) -> None:
