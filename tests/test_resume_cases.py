@@ -48,7 +48,7 @@ CASES = {
     "T2 a lost worker's finished task has its effects twice": (
         "test_run_faults.py::test_killed_workers_are_replaced_and_the_run_is_the_same",
         "test_task_state.py::test_a_duplicate_result_is_ignored",
-        "test_task_state.py::test_a_result_of_an_attempt_that_was_given_up_is_ignored",
+        "test_task_state.py::test_faults_of_earlier_tries_and_results_of_a_task_given_up_are_ignored",
         "test_storage_publish.py::test_a_committed_version_is_accepted_again_and_never_replaced",
     ),
     "T3 a task that kills its worker takes others along": (
