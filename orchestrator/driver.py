@@ -565,7 +565,7 @@ class Driver:
             f"{'; '.join(wait.words for wait in waits) or 'nothing'}. Workers: "
             f"{'; '.join(map(worker_words, workers)) or 'none'}.",
             code=RunErrorCode.NO_PROGRESS,
-            remedy=f"What everybody was doing is in {dump}.",
+            remedy=f"What everybody was doing is in {dump}." if dump else None,
         )
 
     def _rollout_of(self, task: TaskId) -> TaskId:

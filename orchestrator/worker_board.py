@@ -5,6 +5,7 @@ The driver writes it every second or so; `deltaloom workers` reads it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -38,31 +39,42 @@ class WorkerBoard:
     def show(
         self, workers: Sequence[Mapping[str, Any]], waits: Sequence[Wait], *, ended: bool = False
     ) -> None:
-        """Replace what the board says."""
+        """Replace what the board says; a board that cannot be written stays as it was."""
         self._shown = time.monotonic()
-        write_json(
-            self._run_dir.workers_file,
-            {
-                "written": time.time(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "ended": ended,
-                "workers": [dict(worker) for worker in workers],
-                "waits": [wait.to_json() for wait in waits],
-            },
-        )
+        said = {
+            "written": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "ended": ended,
+            "workers": [dict(worker) for worker in workers],
+            "waits": [wait.to_json() for wait in waits],
+        }
+        # The run does not depend on it: a full disk is for the commit to report.
+        with contextlib.suppress(OSError):
+            write_json(self._run_dir.workers_file, said)
 
-    def dump(self, workers: Sequence[Mapping[str, Any]], waits: Sequence[Wait]) -> Path:
-        """Write what everybody waits for, and the driver's stacks, to a file of its own."""
-        self._run_dir.logs.mkdir(parents=True, exist_ok=True)
+    def dump(self, workers: Sequence[Mapping[str, Any]], waits: Sequence[Wait]) -> Path | None:
+        """Write what everybody waits for, and the driver's stacks, to a file of its own.
+
+        None if it could not be written.
+        """
         path = self._run_dir.logs / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        try:
+            self._write_dump(path, workers, waits)
+        except OSError:
+            return None
+        return path
+
+    def _write_dump(
+        self, path: Path, workers: Sequence[Mapping[str, Any]], waits: Sequence[Wait]
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             file.writelines(f"waiting for {wait.words}\n" for wait in waits)
             file.writelines(f"worker {worker_words(worker)}\n" for worker in workers)
             file.write("stacks of the driver; those of workers are in their logs:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        return path
 
 
 def read_board(run_dir: RunDir) -> dict[str, Any]:

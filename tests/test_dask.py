@@ -28,6 +28,7 @@ SPEC = TaskSpec(
 )
 
 
+@pytest.mark.slow
 def test_a_cluster_of_processes_gives_the_ledger_of_the_local_executor(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path)
     for name in ("local", "dask"):

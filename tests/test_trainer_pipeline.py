@@ -16,7 +16,11 @@ from deltaloom.orchestrator.errors import ConfigError, PluginError, RunError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.interfaces import LossInputs, LossOutput, Optimizer
 from deltaloom.orchestrator.replay import same_state
-from deltaloom.orchestrator.saved import TRAINER_ATTRIBUTES, VERSION_ATTRIBUTES
+from deltaloom.orchestrator.saved import (
+    PUBLISHED_ATTRIBUTES,
+    TRAINER_ATTRIBUTES,
+    VERSION_ATTRIBUTES,
+)
 from deltaloom.orchestrator.types import TrainBatch
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.models.transformer import Transformer
@@ -295,6 +299,7 @@ def staged_pipeline(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_mid_pipeline_is_the_run_that_was_not(tmp_path: Path) -> None:
     pipeline = staged_pipeline(tmp_path)
     start(pipeline, tmp_path / "whole")
@@ -305,7 +310,11 @@ def test_a_run_killed_in_mid_pipeline_is_the_run_that_was_not(tmp_path: Path) ->
     result = compare_runs(StoredRun(tmp_path / "whole"), StoredRun(killed))
     assert result["identical"], result["difference"]
     last = StoredRun(killed).info("7")
-    assert set(last.attributes) == {*VERSION_ATTRIBUTES, *TRAINER_ATTRIBUTES}
+    assert set(last.attributes) == {
+        *VERSION_ATTRIBUTES,
+        *PUBLISHED_ATTRIBUTES,
+        *TRAINER_ATTRIBUTES,
+    }
     facts = last.attributes["trainer"]
     assert facts["stage_versions"] == [13, 13, 14]
     assert facts["micro_batches_in_flight"] == 2

@@ -90,6 +90,7 @@ def test_a_run_without_workers_says_so(tmp_path: Path) -> None:
         read_board(RunDir(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_says_where_before_it_is_ended(tmp_path: Path) -> None:
     functions = textwrap.dedent(
         """
@@ -109,6 +110,7 @@ def test_a_worker_that_hangs_says_where_before_it_is_ended(tmp_path: Path) -> No
     assert "in hangs_here" in (tmp_path / "run" / "logs" / "local-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_stall_leaves_a_dump_of_everybody(tmp_path: Path) -> None:
     functions = textwrap.dedent(
         """
