@@ -91,7 +91,7 @@ def _places(size: int, rng: np.random.Generator) -> Any:
     """Places that change, most of them favourites that do so again and again."""
     count = round(DENSITY * size)
     number, favourites = round(RECURRING * count), _favourites(size)
-    again = favourites[rng.integers(0, favourites.size, size=number)]
+    again = rng.choice(favourites, size=min(number, favourites.size), replace=False)
     return np.unique(np.concatenate([again, rng.integers(0, size, size=count - number)]))
 
 
