@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -124,7 +125,7 @@ def describe_step(record: StepRecord) -> str:
 
 def closing_text(summary: Mapping[str, Any]) -> str:
     """The closing summary: what changed, where it is, what to type next."""
-    run = summary["run_dir"]
+    run = shlex.quote(summary["run_dir"])
     if summary.get("already_finished"):
         head = f"the run is finished: {summary['versions']} versions; nothing was trained."
     else:

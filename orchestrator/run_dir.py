@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,10 +227,7 @@ def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
 
 def resume_command(path: Path) -> str:
     """The literal command that resumes a run, quoted for a shell."""
-    text = str(path)
-    plain = all(char.isalnum() or char in "/._-+=,@%" for char in text) and text.isascii()
-    quoted = text if plain else "'" + text.replace("'", "'\\''") + "'"
-    return f"deltaloom resume {quoted}"
+    return f"deltaloom resume {shlex.quote(str(path))}"
 
 
 def _check_format(run_dir: RunDir, found: int) -> None:
