@@ -127,7 +127,7 @@ def test_a_scorer_of_the_wrong_shape_is_an_error_that_names_it(
 ) -> None:
     score = 'per="group"' if by == "short" else ""
     pipeline = tiny_pipeline(tmp_path, functions=functions, by=by, score=score)
-    done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run")
+    done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", "--steps", "1")
     assert done.status != 0
     assert "Traceback" not in done.err
     for part in parts:
@@ -138,7 +138,7 @@ def test_a_scorer_of_the_wrong_shape_is_an_error_that_names_it(
     ("source", "parts"),
     [
         ("def bad(step, rng):\n    return [Prompt('12=')] * 3 + [Prompt('')]\n", ["row 3"]),
-        ("def bad(step, rng):\n    return []\n", ["non-empty", "at step"]),
+        ("def bad(step, rng):\n    return []\n", ["non-empty", "step 1"]),
         ("def bad(step, rng):\n    return [Prompt('1?')]\n", ["row 0", "'?'"]),
         ("def bad(step, rng):\n    return ['12=']\n", ["row 0", "Prompt"]),
         ("def bad(step, rng):\n    raise RuntimeError('no data')\n", ["no data", "'source'"]),

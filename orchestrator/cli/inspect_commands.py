@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .output import (
+    BranchOption,
     DebugFlag,
     JsonFlag,
     PluginsDirOption,
@@ -21,9 +22,6 @@ from .output import (
 
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="Run directory; the newest in runs/ if left out.")
-]
-BranchOption = Annotated[
-    str | None, typer.Option("--branch", help="Branch; the run's current one if left out.")
 ]
 
 

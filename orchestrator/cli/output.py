@@ -30,6 +30,9 @@ DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks of err
 RunArgument = Annotated[
     Path | None, typer.Argument(help="Run directory; the newest in runs/ if left out.")
 ]
+BranchOption = Annotated[
+    str | None, typer.Option("--branch", help="Branch; the run's current one if left out.")
+]
 PluginsDirOption = Annotated[
     Path | None, typer.Option("--plugins-dir", help="Folder of one-file plugins.")
 ]

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .inspect_commands import BranchOption
-from .output import DebugFlag, JsonFlag, PluginsDirOption, RunArgument, print_json, show_bytes
+from .output import (
+    BranchOption,
+    DebugFlag,
+    JsonFlag,
+    PluginsDirOption,
+    RunArgument,
+    print_json,
+    show_bytes,
+)
 from .store_commands import StoreOption
 from .store_target import open_target, version_range
 

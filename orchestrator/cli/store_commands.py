@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .output import (
+    BranchOption,
     DebugFlag,
     JsonFlag,
     PluginsDirOption,
@@ -34,9 +35,6 @@ WEIGHTS_FILE = "model.safetensors"
 
 StoreOption = Annotated[
     str | None, typer.Option("--store", help="Address of a store, instead of a run.")
-]
-BranchOption = Annotated[
-    str | None, typer.Option("--branch", help="Branch, if not the one of the run.")
 ]
 
 
