@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,6 +38,7 @@ from deltaloom.storage.shares import (
 )
 from deltaloom.storage.verify import verify
 
+from .rank_support import ask, rank_processes
 from .storage_support import (
     CountCodec,
     changed,
@@ -116,7 +114,7 @@ def publish_versions(repository: PolicyRepository, shares: Shares, last: int) ->
             publish(coordinator, ranks, shares, STATES[version], version=version)
 
 
-def rank_process(url: str, rank: int, kind: str, pipe: Connection) -> None:
+def rank_process(url: str, kind: str, rank: int, pipe: Connection) -> None:
     """A trainer's rank: encodes, writes and acknowledges what it is told."""
     publisher = ShardPublisher(
         PolicyRepository.open(url),
@@ -139,38 +137,16 @@ def rank_process(url: str, rank: int, kind: str, pipe: Connection) -> None:
                 return
 
 
-@contextmanager
-def processes(url: Path, kind: str) -> Iterator[list[Connection]]:
-    context = multiprocessing.get_context("spawn")
-    pipes, workers = [], []
-    for rank in range(NUM_RANKS):
-        here, there = context.Pipe()
-        worker = context.Process(target=rank_process, args=(str(url), rank, kind, there))
-        worker.start()
-        pipes.append(here)
-        workers.append(worker)
-    try:
-        assert [pipe.recv() for pipe in pipes] == ["ready"] * NUM_RANKS
-        yield pipes
-    finally:
-        for pipe, worker in zip(pipes, workers, strict=True):
-            pipe.send("stop")
-            worker.join()
-
-
-def ask(pipes: list[Connection], *message: object) -> list[Any]:
-    for pipe in pipes:
-        pipe.send(message)
-    return [pipe.recv() for pipe in pipes]
-
-
 @pytest.mark.slow
 def test_rank_processes_with_uneven_rows_publish_what_others_follow(tmp_path: Path) -> None:
     repository = make_store(tmp_path / "s", STATES[:1])
     follower = Subscriber(repository, codecs=codecs())
     follower.activate(follower.stage())
     shares = SHARES["uneven"]
-    with processes(tmp_path / "s", "uneven") as pipes, coordinate(repository, shares) as commits:
+    with (
+        rank_processes(rank_process, str(tmp_path / "s"), "uneven", num_ranks=NUM_RANKS) as pipes,
+        coordinate(repository, shares) as commits,
+    ):
         for version in range(1, 6):
             state = trainer_state(version) if version == 3 else None
             ticket = commits.begin(ask(pipes, "encode", version), version=version, state=state)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 from icechunk import ForkSession
@@ -30,6 +26,7 @@ from deltaloom.storage.sharded_publisher import (
 )
 from deltaloom.storage.verify import verify
 
+from .rank_support import ask, rank_processes
 from .storage_support import (
     CountCodec,
     codecs,
@@ -107,36 +104,14 @@ def rank_process(url: str, rank: int, pipe: Connection) -> None:
                 return
 
 
-@contextmanager
-def processes(url: Path) -> Iterator[list[Connection]]:
-    context = multiprocessing.get_context("spawn")
-    pipes, workers = [], []
-    for rank in range(NUM_RANKS):
-        here, there = context.Pipe()
-        worker = context.Process(target=rank_process, args=(str(url), rank, there))
-        worker.start()
-        pipes.append(here)
-        workers.append(worker)
-    try:
-        assert [pipe.recv() for pipe in pipes] == ["ready"] * NUM_RANKS
-        yield pipes
-    finally:
-        for pipe, worker in zip(pipes, workers, strict=True):
-            pipe.send("stop")
-            worker.join()
-
-
-def ask(pipes: list[Connection], *message: object) -> list[Any]:
-    for pipe in pipes:
-        pipe.send(message)
-    return [pipe.recv() for pipe in pipes]
-
-
 def test_rank_processes_publish_deltas_and_anchors(tmp_path: Path) -> None:
     repository = make_store(tmp_path / "s", STATES[:1])
     follower = Subscriber(repository, codecs=codecs())
     follower.activate(follower.stage())
-    with processes(tmp_path / "s") as pipes, coordinate(repository) as coordinator:
+    with (
+        rank_processes(rank_process, str(tmp_path / "s"), num_ranks=NUM_RANKS) as pipes,
+        coordinate(repository) as coordinator,
+    ):
         for version in range(1, 6):
             ticket = coordinator.begin(
                 ask(pipes, "encode", version),
