@@ -13,7 +13,7 @@ from .errors import PipelineError, RunErrorCode, suggest
 if TYPE_CHECKING:
     from .dsl import NodeSpec
 
-RESERVED_NAMES = ("pipeline", "model", "trackers")
+RESERVED_NAMES = ("pipeline", "model", "trackers", "executor", "fusion")
 """Top-level configuration sections; a node cannot be named so."""
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .graph import Graph
     from .interfaces import FusionPlan
+    from .resolve import ResolvedPipeline
     from .types import RolloutGroup
 
 PROJECT_NAME = "deltaloom"
@@ -149,8 +150,9 @@ class DecisionSpecs(Protocol):
     """Decisions; the first answer that is not None is used, else the built-in rule."""
 
     @hookspec(firstresult=True)
-    def plan_fusion(self, graph: Graph) -> FusionPlan | None:
-        """Which nodes to run fused. Called once, while the run is planned."""
+    def plan_fusion(self, graph: Graph, pipeline: ResolvedPipeline) -> FusionPlan | None:
+        """Which nodes to run fused. Called once, while the run is planned; the plans of the
+        planners in `pipeline.fusion` are added."""
 
     @hookspec(firstresult=True)
     def select_anchor(

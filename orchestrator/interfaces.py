@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..storage.bits import PolicyTensors
     from ..storage.codec import Changes
-    from .graph import Graph
+    from .resolve import ResolvedPipeline
 
 
 class Component(Protocol):
@@ -342,17 +342,35 @@ class Verifier(Component, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionPlan:
-    """Node chains whose shards run as one task, and why. Semantics must not change."""
+class Replacement:
+    """Another component of the same kind for a node: `options` are fields of its `Config`."""
 
-    chains: tuple[tuple[str, ...], ...]
+    node: str
+    slot: str
+    """As in the node's components: "trainer", "algorithm", ..."""
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionPlan:
+    """What to run together or by other components, and why. Semantics must not change: the same
+    rollouts, weights and trainer states, bit for bit."""
+
     reason: str
+    chains: tuple[tuple[str, ...], ...] = ()
+    """Chains of nodes whose shards run as one task."""
+    replacements: tuple[Replacement, ...] = ()
+    """Components that do the work of others. The run's options and their digest stay those of
+    the pipeline, and so does what a version is replayed with."""
 
 
 class FusionPlanner(Component, Protocol):
-    """Proposes which nodes of a graph to fuse."""
+    """Proposes what to fuse; chosen by `pipeline.fusion`. Built as `Planner(config)`."""
 
-    def plan(self, graph: Graph) -> FusionPlan | None: ...
+    def plan(self, pipeline: ResolvedPipeline) -> FusionPlan:
+        """A plan without chains and replacements leaves all as it is; its reason says why."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

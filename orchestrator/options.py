@@ -43,6 +43,9 @@ class PipelineOptions:
     """Rollout worker processes."""
     executor: str = "local"
     """Executor plugin that runs rollout, score and function tasks."""
+    fusion: tuple[str, ...] = ()
+    """Fusion planners that may rewrite the plan, by plugin name; each has its options in
+    `[fusion.NAME]`. What is computed stays the same, bit for bit."""
     worker_threads: int = 1
     """Compute threads of each worker; part of what makes rollouts reproducible."""
     trainer_threads: int = 1

@@ -10,8 +10,8 @@ from typing import Any
 from .dsl import NodeSpec
 from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
 from .examples import learns_from_prompts
+from .fusing import plan_fusion, with_replacements
 from .graph import Graph
-from .interfaces import FusionPlan
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
 from .task_state import FailurePolicy, NodeTemplate, StepTemplate
@@ -51,8 +51,10 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run will do. `template` is what the engine executes."""
+    """What a run will do. `template` is what the engine executes, `pipeline` the one it was
+    made for, with the components that fusion puts in place."""
 
+    pipeline: ResolvedPipeline
     entries: tuple[PlanEntry, ...]
     template: StepTemplate
     chains: tuple[tuple[str, ...], ...]
@@ -83,18 +85,20 @@ def make_plan(
     graph = pipeline.graph
     selected = select(graph, selection or Selection())
     _check_late_options(pipeline)
-    fusion = plugins.hook.plan_fusion(graph=graph)
-    chains = check_chains(graph, fusion, selected) if fusion is not None else ()
+    fusion = plan_fusion(pipeline, plugins)
+    pipeline = with_replacements(pipeline, fusion.replacements, plugins)
+    chains = check_chains(graph, fusion.chains, selected)
     template = step_template(pipeline, selected, chains)
     entries = tuple(
         _entry(pipeline.nodes[spec.name], pipeline, selected=selected, template=template)
         for spec in graph.nodes
     )
     return Plan(
+        pipeline=pipeline,
         entries=entries,
         template=template,
         chains=chains,
-        notes=_notes(pipeline, template, fusion),
+        notes=(*_notes(pipeline, template), *fusion.notes),
     )
 
 
@@ -116,7 +120,7 @@ def select(graph: Graph, selection: Selection) -> frozenset[str]:
 
 
 def check_chains(
-    graph: Graph, fusion: FusionPlan, selected: Iterable[str]
+    graph: Graph, planned: Iterable[tuple[str, ...]], selected: Iterable[str]
 ) -> tuple[tuple[str, ...], ...]:
     """The planned chains that lie in the slice.
 
@@ -124,7 +128,7 @@ def check_chains(
     every node reads only its predecessor and is read only by its successor.
     """
     inside = set(selected)
-    chains = [chain for chain in fusion.chains if set(chain) <= inside]
+    chains = [chain for chain in planned if set(chain) <= inside]
     for chain in chains:
         for name in chain:
             if graph.node(name).role not in WORKER_ROLES or graph.node(name).role == "source":
@@ -133,7 +137,7 @@ def check_chains(
             readers = [e.consumer for e in graph.edges if e.producer == first and not e.carried]
             if graph.producers(second) != (first,) or readers != [second]:
                 raise _bad_chain(chain, f"{first!r} and {second!r} are not alone with each other")
-    return tuple(tuple(chain) for chain in chains)
+    return tuple(chains)
 
 
 def step_template(
@@ -294,9 +298,7 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             )
 
 
-def _notes(
-    pipeline: ResolvedPipeline, template: StepTemplate, fusion: FusionPlan | None
-) -> tuple[str, ...]:
+def _notes(pipeline: ResolvedPipeline, template: StepTemplate) -> tuple[str, ...]:
     options = pipeline.options
     notes = []
     if template.trains and learns_from_prompts(pipeline):
@@ -311,9 +313,6 @@ def _notes(
         )
     else:
         notes.append(f"no training: {options.steps} steps with policy version 0")
-    if fusion is not None:
-        chains = "; ".join(" + ".join(chain) for chain in fusion.chains)
-        notes.append(f"fused: {chains} ({fusion.reason})")
     return tuple(notes)
 
 

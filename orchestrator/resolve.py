@@ -59,15 +59,16 @@ class ResolvedPipeline:
     model: ResolvedComponent
     trackers: tuple[ResolvedComponent, ...]
     executor: ResolvedComponent
+    planners: tuple[ResolvedComponent, ...]
     config: Mapping[str, Any]
 
     @property
     def config_digest(self) -> str:
         """Digest of the options that decide what is computed: not which workers compute it."""
         plain = {key: dict(value) for key, value in self.config.items()}
-        for key in ("steps", "workers", "executor", "stall_seconds", "max_attempts"):
+        for key in ("steps", "workers", "executor", "fusion", "stall_seconds", "max_attempts"):
             plain["pipeline"].pop(key, None)
-        for section in ("trackers", "executor"):
+        for section in ("trackers", "executor", "fusion"):
             plain.pop(section, None)
         return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
 
@@ -90,6 +91,7 @@ def resolve(
         "model",
         "trackers",
         "executor",
+        "fusion",
         *(node.name for node in pipeline.nodes),
     ]
     _check_sections(overlay, sections)
@@ -99,6 +101,7 @@ def resolve(
         path="pipeline",
     )
     executor = _executor(plugins, options.executor, _table(overlay, "executor"))
+    planners = _planners(plugins, options.fusion, _table(overlay, "fusion"))
     model = _component(plugins, "model", pipeline.model, _table(overlay, "model"), path="model")
     nodes = {
         spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
@@ -120,23 +123,45 @@ def resolve(
         model=model,
         trackers=trackers,
         executor=executor,
-        config=_plain(options, model, nodes, trackers, executor),
+        planners=planners,
+        config=_plain(options, model, nodes, trackers, executor, planners),
     )
 
 
 def _executor(plugins: Plugins, name: str, tables: Mapping[str, Any]) -> ResolvedComponent:
     """The executor chosen, with the options in the table of its name; other tables may wait."""
-    known = plugins.components["executor"]
-    for key in tables:
-        if key not in known:
-            raise ConfigError(
-                f"executor.{key}: unknown key. {suggest(key, known)}",
-                code=RunErrorCode.UNKNOWN_KEY,
-            )
+    _check_tables(tables, plugins.components["executor"], section="executor")
     path = f"executor.{name}"
     return _component(
         plugins, "executor", ComponentChoice(name, {}), _table(tables, name), path=path
     )
+
+
+def _planners(
+    plugins: Plugins, names: tuple[str, ...], tables: Mapping[str, Any]
+) -> tuple[ResolvedComponent, ...]:
+    """The fusion planners chosen, in order, each with the options in the table of its name."""
+    _check_tables(tables, plugins.components["fusion_planner"], section="fusion")
+    return tuple(
+        _component(
+            plugins,
+            "fusion_planner",
+            ComponentChoice(name, {}),
+            _table(tables, name),
+            path=f"fusion.{name}",
+        )
+        for name in dict.fromkeys(names)
+    )
+
+
+def _check_tables(tables: Mapping[str, Any], known: Mapping[str, Any], *, section: str) -> None:
+    """Refuse a table of options for a component there is none of."""
+    for key in tables:
+        if key not in known:
+            raise ConfigError(
+                f"{section}.{key}: unknown key. {suggest(key, known)}",
+                code=RunErrorCode.UNKNOWN_KEY,
+            )
 
 
 def _check_sections(overlay: Mapping[str, Any], sections: list[str]) -> None:
@@ -239,6 +264,7 @@ def _plain(
     nodes: Mapping[str, ResolvedNode],
     trackers: tuple[ResolvedComponent, ...],
     executor: ResolvedComponent,
+    planners: tuple[ResolvedComponent, ...],
 ) -> dict[str, Any]:
     tree: dict[str, Any] = {"pipeline": config.to_plain(options), "model": _plain_component(model)}
     for name, node in nodes.items():
@@ -246,6 +272,7 @@ def _plain(
         tree[name] |= {slot: _plain_component(part) for slot, part in node.components.items()}
     tree["trackers"] = {part.name: config.to_plain(part.config) for part in trackers}
     tree["executor"] = {executor.name: config.to_plain(executor.config)}
+    tree["fusion"] = {part.name: config.to_plain(part.config) for part in planners}
     return tree
 
 

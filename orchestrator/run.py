@@ -92,14 +92,15 @@ def prepare(request: RunRequest) -> Prepared:
 
 
 def assemble(manifest: RunManifest) -> tuple[Plugins, ResolvedPipeline, Plan]:
-    """Plugins, resolved pipeline and plan of a manifest."""
+    """Plugins, the pipeline as it runs, and the plan of a manifest."""
     directory = Path(manifest.plugins_dir) if manifest.plugins_dir else None
     plugins = create_plugins(plugins_dir=directory)
     pipeline = resolve(
         load_pipeline(Path(manifest.pipeline_path)), plugins, overlay=manifest.overlay
     )
     selection = Selection.from_json(manifest.selection)
-    return plugins, pipeline, make_plan(pipeline, plugins, selection=selection)
+    plan = make_plan(pipeline, plugins, selection=selection)
+    return plugins, plan.pipeline, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
