@@ -202,12 +202,40 @@ class LossOutput:
     sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
+def combined_loss(actor: LossOutput, critic: LossOutput) -> LossOutput:
+    """Both shares as one: the sum of the losses, and the metrics of both."""
+    return LossOutput(loss=actor.loss + critic.loss, sums={**actor.sums, **critic.sums})
+
+
 class Algorithm(Component, Protocol):
     """Advantages (numpy, before the batch is stored) and the loss (torch, in the trainer)."""
 
     def advantages(self, groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]: ...
 
     def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+
+@runtime_checkable
+class SeparatesCritic(Protocol):
+    """What an algorithm offers whose loss is a part of the actor plus a part of the critic.
+
+    `loss(inputs)` is `combined_loss(actor_loss(inputs), critic_loss(inputs))`, so that the two
+    models can be trained apart. `actor_loss` reads no `values`, `critic_loss` no `logprobs`.
+    """
+
+    def actor_loss(self, inputs: LossInputs) -> LossOutput: ...
+
+    def critic_loss(self, inputs: LossInputs) -> LossOutput: ...
+
+
+@runtime_checkable
+class CutsActorCritic(Protocol):
+    """What a model offers whose module has an actor and a critic that can be cut into stages:
+    `module.cut_parts(num_actor_stages, num_critic_stages)`."""
+
+    def max_stages(self) -> tuple[int, int]:
+        """The most stages of actor and of critic."""
+        ...
 
 
 @runtime_checkable

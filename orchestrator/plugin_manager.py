@@ -36,6 +36,7 @@ BUNDLED_PLUGINS = (
     "models.transformer",
     "engines.hf_engine",
     "engines.torch_engine",
+    "trainers.fused_trainer",
     "trainers.hf_trainer",
     "trainers.torch_trainer",
     "algorithms.grpo",

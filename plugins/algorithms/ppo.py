@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import GroupAdvantages, LossInputs, LossOutput
+from ...orchestrator.interfaces import GroupAdvantages, LossInputs, LossOutput, combined_loss
 from ...orchestrator.types import RolloutGroup, ScoredGroup
 from .._options import require
 from ._advantages import ALL_INVALID, valid_rewards
@@ -120,44 +120,51 @@ class PPO:
         return [_decided(item, part) for item, part in zip(estimates, parts, strict=True)]
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Actor's and critic's share of the loss.
+        """Actor's and critic's share of the loss, and the metrics of both."""
+        return combined_loss(self.actor_loss(inputs), self.critic_loss(inputs))
 
-        Metrics: `clip_fraction`, `value_loss`, `value_clip_fraction`, `value_mean`,
-        `return_mean`, and `kl_reference` where the batch has the reference's logprobs.
+    def actor_loss(self, inputs: LossInputs) -> LossOutput:
+        """The actor's part, a function of its logprobs.
+
+        Metrics: `clip_fraction`, and `kl_reference` where the batch has the reference's logprobs.
         """
-        from ..torch_support.losses import (
-            aggregate,
-            clipped_surrogate,
-            clipped_value_loss,
-            log_ratio,
-            masked_sum,
-        )
+        from ..torch_support.losses import aggregate, clipped_surrogate, log_ratio, masked_sum
 
         config = self._config
-        values = _required_values(inputs)
         losses, is_clipped = clipped_surrogate(
             log_ratio(inputs),
             inputs.advantages,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
         )
-        value_losses, is_value_clipped = clipped_value_loss(
-            values, inputs.extras[VALUES], inputs.extras[RETURNS], clip=config.value_clip
-        )
-        sums = {
-            "clip_fraction": masked_sum(is_clipped, inputs),
-            "value_loss": masked_sum(value_losses, inputs),
-            "value_clip_fraction": masked_sum(is_value_clipped, inputs),
-            "value_mean": masked_sum(values, inputs),
-            "return_mean": masked_sum(inputs.extras[RETURNS], inputs),
-        }
-        losses = losses + config.value_coefficient * value_losses
+        sums = {"clip_fraction": masked_sum(is_clipped, inputs)}
         if REF_LOGPROBS in inputs.extras:
             penalty = self._kl(inputs)
             sums["kl_reference"] = masked_sum(penalty, inputs)
             if config.kl_in == "loss":
                 losses = losses + config.kl_coefficient * penalty
         return LossOutput(loss=aggregate(losses, inputs, config.aggregation), sums=sums)
+
+    def critic_loss(self, inputs: LossInputs) -> LossOutput:
+        """The critic's part, a function of its values.
+
+        Metrics: `value_loss`, `value_clip_fraction`, `value_mean`, `return_mean`.
+        """
+        from ..torch_support.losses import aggregate, clipped_value_loss, masked_sum
+
+        config = self._config
+        values = _required_values(inputs)
+        losses, is_clipped = clipped_value_loss(
+            values, inputs.extras[VALUES], inputs.extras[RETURNS], clip=config.value_clip
+        )
+        sums = {
+            "value_loss": masked_sum(losses, inputs),
+            "value_clip_fraction": masked_sum(is_clipped, inputs),
+            "value_mean": masked_sum(values, inputs),
+            "return_mean": masked_sum(inputs.extras[RETURNS], inputs),
+        }
+        weighted = config.value_coefficient * losses
+        return LossOutput(loss=aggregate(weighted, inputs, config.aggregation), sums=sums)
 
     def _kl(self, inputs: LossInputs) -> Any:
         from ..torch_support.losses import kl_with_gradient

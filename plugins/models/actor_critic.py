@@ -45,6 +45,7 @@ class ActorCritic:
     Config: ClassVar[type[Any]] = ActorCriticConfig
 
     def __init__(self, config: ActorCriticConfig) -> None:
+        self._config = config
         shared = {
             name: getattr(config, name)
             for name in ("alphabet", "num_heads", "ffn_multiple", "max_length", "positions")
@@ -65,6 +66,11 @@ class ActorCritic:
 
     def tokenizer(self) -> CharacterTokenizer:
         return self._actor.tokenizer()
+
+    def max_stages(self) -> tuple[int, int]:
+        """A stage a layer; an actor whose embedding is its head stays in one piece."""
+        actor = 1 if self._config.tie_embeddings else self._config.num_layers
+        return actor, self._config.critic_layers
 
     def build(self, *, seed: int) -> torch.nn.Module:
         """A float32 module; the actor is that of `transformer` with the same seed and sizes."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ...orchestrator.errors import DeadlineError, RunErrorCode, RunInterruptedError
+from ...orchestrator.errors import DeadlineError, RunErrorCode
+from ..torch_support.stage_threads import Halt
 from .schedule import Op, OpKind
 
 if TYPE_CHECKING:
@@ -29,42 +30,6 @@ class Message:
     weight: float = 1.0
     at: torch.Tensor | None = None
     arrives: float = 0.0
-
-
-class Halt:
-    """The first error of a pipeline, which ends the waits of all its threads."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._conditions: list[threading.Condition] = []
-
-    @property
-    def error(self) -> BaseException | None:
-        """What stopped the pipeline, if anything did."""
-        return self._error
-
-    def watch(self, condition: threading.Condition) -> None:
-        """Have `condition` notified when the pipeline stops."""
-        self._conditions.append(condition)
-
-    def stop(self, error: BaseException) -> None:
-        """Stop every thread; only the first error is kept."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-        self.event.set()
-        for condition in self._conditions:
-            with condition:
-                condition.notify_all()
-
-    def check(self) -> None:
-        """Raise `RunInterruptedError` once the pipeline has stopped."""
-        if self.event.is_set():
-            raise RunInterruptedError(
-                f"the pipeline stopped: {self._error}", code=RunErrorCode.INTERRUPTED
-            ) from self._error
 
 
 class Inbox:

@@ -1,11 +1,9 @@
-"""Simulated devices and links: operations and messages take their time, however fast the host."""
+"""Simulated devices and links: how long operations and messages take there."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
@@ -37,21 +35,3 @@ def jitter_factors(stage: int, *, jitter: float, seed: int) -> Iterator[tuple[fl
     while True:
         own, link = np.exp(jitter * rng.standard_normal(2) - jitter**2 / 2)
         yield float(own), float(link)
-
-
-class DeviceClock:
-    """Time since the pipeline started, and waits that a stopping pipeline ends at once."""
-
-    def __init__(self, stopped: threading.Event) -> None:
-        self._stopped = stopped
-        self._origin = monotonic()
-
-    def now(self) -> float:
-        """Seconds since the start."""
-        return monotonic() - self._origin
-
-    def wait_until(self, time_seconds: float) -> None:
-        """Return at `time_seconds` on this clock, or when the pipeline stops."""
-        remaining = time_seconds - self.now()
-        if remaining > 0:
-            self._stopped.wait(remaining)

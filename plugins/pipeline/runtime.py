@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 
 from ...orchestrator.errors import ConfigError, RunErrorCode, RunInterruptedError
-from .channels import Halt, Inbox, Message, NormExchange
-from .clock import DeviceClock, StageSeconds, jitter_factors
+from ..torch_support.stage_threads import DeviceClock, Halt, run_threads
+from .channels import Inbox, Message, NormExchange
+from .clock import StageSeconds, jitter_factors
 from .schedule import OpKind, Progress, Schedule
 from .simulator import Span
 from .stage import Loss, Stage, UpdateRecord
@@ -171,7 +170,7 @@ class PipelineTrainer:
         halt = Halt()
         workers = self._make_workers(Source(micro_batches, drain=self._drain), halt, drain=drain)
         try:
-            _run_threads(workers, halt)
+            run_threads([(f"stage {worker.index}", worker.run) for worker in workers], halt)
         finally:
             self._failed = halt.error
         if halt.error is not None:
@@ -253,28 +252,6 @@ def _trained_by(stage: int, module: torch.nn.Module) -> list[tuple[str, torch.Te
     if not named:
         raise _config_error(f"modules[{stage}]", "a module with trainable parameters", module)
     return named
-
-
-def _run_threads(workers: Sequence[Worker], halt: Halt) -> None:
-    """Run every worker in its thread; the first error, also of this thread, stops them all."""
-    with ThreadPoolExecutor(len(workers), thread_name_prefix="pipeline-stage") as pool:
-        futures = [pool.submit(worker.run) for worker in workers]
-        try:
-            for worker, future in zip(workers, futures, strict=True):
-                future.add_done_callback(partial(_stop_on_error, halt, worker.index))
-            wait(futures)
-        finally:
-            if not all(future.done() for future in futures):
-                halt.stop(
-                    RunInterruptedError("training was interrupted.", code=RunErrorCode.INTERRUPTED)
-                )
-
-
-def _stop_on_error(halt: Halt, stage: int, future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None and halt.error is None:
-        error.add_note(f"in stage {stage} of the pipeline")
-        halt.stop(error)
 
 
 def _result(workers: Sequence[Worker]) -> TrainResult:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ...orchestrator.errors import RunError, RunErrorCode
-from .channels import Halt, Inbox, Message, NormExchange
-from .clock import DeviceClock, StageSeconds
+from ..torch_support.stage_threads import DeviceClock, Halt
+from .channels import Inbox, Message, NormExchange
+from .clock import StageSeconds
 from .schedule import Op, OpKind, Progress, Schedule, candidates
 from .simulator import Span
 from .stage import Stage, UpdateRecord, clip_scale

@@ -42,6 +42,18 @@ class ActorCritic(CausalDecoder):
         result: Tensor = self.critic(tokens, at=at)
         return result
 
+    def cut_parts(
+        self, num_actor_stages: int, num_critic_stages: int
+    ) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Actor and critic as pipeline stages that share their parameters; see `cut_decoder`.
+
+        The last stages give logits [n, V] and values [n] at the places they are asked for.
+        """
+        from .decoder_stages import ValueStage, cut_decoder
+
+        actor = self.cut(num_actor_stages)
+        return actor, cut_decoder(self.critic, num_stages=num_critic_stages, stage=ValueStage)
+
     def parts(self) -> list[list[nn.Parameter]]:
         """Actor's and critic's parameters: two models that share an optimizer, not a norm."""
         critic = list(self.critic.parameters())

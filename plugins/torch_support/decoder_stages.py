@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ...orchestrator.errors import ConfigError, RunErrorCode
-from .transformer import CausalDecoder, DecoderStep, Weight, rms_norm
+from .transformer import Decoder, DecoderShape, DecoderStep, Weight, rms_norm
+
+
+class WholeDecoder(Protocol):
+    """A decoder with one head, `lm_head` or `value_head`."""
+
+    shape: DecoderShape
+    model: Decoder
 
 
 class DecoderStage(nn.Module):
@@ -19,10 +26,11 @@ class DecoderStage(nn.Module):
     head. Between stages travel hidden states [B, T, D].
     """
 
+    head_name = "lm_head"
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, whole: CausalDecoder, *, layers: range) -> None:
+    def __init__(self, whole: WholeDecoder, *, layers: range) -> None:
         super().__init__()
         self.shape = whole.shape
         self.is_first = layers.start == 0
@@ -35,7 +43,7 @@ class DecoderStage(nn.Module):
         own["layers"] = nn.ModuleDict({str(i): whole.model.layers[i] for i in layers})
         self.model = nn.ModuleDict(own)
         if self.is_last:
-            self.lm_head = whole.lm_head
+            setattr(self, self.head_name, getattr(whole, self.head_name))
         self.register_buffer("rope_cos", whole.model.rope_cos, persistent=False)
         self.register_buffer("rope_sin", whole.model.rope_sin, persistent=False)
 
@@ -54,7 +62,10 @@ class DecoderStage(nn.Module):
         hidden = rms_norm(hidden, self._weight("norm"), self.shape.norm_eps)
         if at is not None:
             hidden = hidden.flatten(0, 1).index_select(0, at)
-        return F.linear(hidden, self.lm_head.weight)
+        return self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, cast(Weight, getattr(self, self.head_name)).weight)
 
     def _embed(self, tokens: Tensor, places: Tensor) -> Tensor:
         hidden = F.embedding(tokens, self._weight("embed_tokens"))
@@ -66,7 +77,18 @@ class DecoderStage(nn.Module):
         return cast(Weight, self.model[name]).weight
 
 
-def cut_decoder(whole: CausalDecoder, *, num_stages: int) -> list[nn.Module]:
+class ValueStage(DecoderStage):
+    """The same of a decoder with one number a token: the last stage gives values [n]."""
+
+    head_name = "value_head"
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return super()._project(hidden).squeeze(-1)
+
+
+def cut_decoder(
+    whole: WholeDecoder, *, num_stages: int, stage: type[DecoderStage] = DecoderStage
+) -> list[nn.Module]:
     """Stages of layers as equal in number as possible, the later ones shorter by one.
 
     Raises `ConfigError` for more stages than layers, and for tied embeddings, which would belong
@@ -87,4 +109,4 @@ def cut_decoder(whole: CausalDecoder, *, num_stages: int) -> list[nn.Module]:
         )
     each, more = divmod(num_layers, num_stages)
     starts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
-    return [DecoderStage(whole, layers=range(starts[s], starts[s + 1])) for s in range(num_stages)]
+    return [stage(whole, layers=range(starts[s], starts[s + 1])) for s in range(num_stages)]

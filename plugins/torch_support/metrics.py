@@ -44,6 +44,14 @@ class MetricSums:
             self._add(name, float((values * trained).sum()), count)
         self._ratio_max = max(self._ratio_max, float((ratio * trained).max()))
 
+    def merge(self, later: MetricSums) -> None:
+        """Add what was added elsewhere, as if it had been added here now."""
+        self._loss += later._loss
+        for name, (numerator, denominator) in later._sums.items():
+            self._add(name, numerator, denominator)
+        self._ratio_max = max(self._ratio_max, later._ratio_max)
+        self._differences += later._differences
+
     def token_differences(self) -> npt.NDArray[np.float32]:
         """Logprob of the current policy minus the rollout's, of every token added, in order."""
         return np.concatenate([*self._differences, np.zeros(0, np.float32)], dtype=np.float32)

@@ -39,22 +39,28 @@ class PolicyLoss:
         """
         distribution, logprobs = self.logprobs(logits, micro)
         output = self.algorithm.loss(
-            LossInputs(
-                logprobs=micro.padded(logprobs),
-                rollout_logprobs=micro.rollout_logprobs,
-                old_logprobs=micro.old_logprobs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                extras=micro.extras,
-                num_batch_tokens=totals.num_tokens,
-                num_batch_rollouts=totals.num_rollouts,
-                max_length=self.max_length or totals.max_length,
-                values=values,
-            )
+            self.inputs(micro, totals, logprobs=micro.padded(logprobs), values=values)
         )
         sums.add_output(output)
         sums.add_tokens(micro, distribution.detach(), logprobs.detach())
         return output.loss
+
+    def inputs(
+        self, micro: MicroBatch, totals: BatchTotals, *, logprobs: Tensor, values: Tensor | None
+    ) -> LossInputs:
+        """What the algorithm's loss sees of a micro-batch; `logprobs` and `values` are [n, T]."""
+        return LossInputs(
+            logprobs=logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            old_logprobs=micro.old_logprobs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            extras=micro.extras,
+            num_batch_tokens=totals.num_tokens,
+            num_batch_rollouts=totals.num_rollouts,
+            max_length=self.max_length or totals.max_length,
+            values=values,
+        )
 
     def logprobs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """The distribution [s, V] at each completion token, and that token's logprob [s]."""

@@ -175,10 +175,21 @@ class TorchTrainer:
 
         module = self.module
         module.zero_grad(set_to_none=True)
-        for micro in micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts):
-            self._accumulate(module, micro, BatchTotals.of(batch), sums)
+        cut = list(micro_batches(batch, num_rollouts=self._config.micro_batch_rollouts))
+        self._find_gradients(module, cut, BatchTotals.of(batch), sums)
         grad_norm = self._clip(module, batch.policy_version)
         return {**sums.means(), "grad_norm": grad_norm, "learning_rate": self._update(module)}
+
+    def _find_gradients(
+        self,
+        module: torch.nn.Module,
+        cut: Sequence[MicroBatch],
+        totals: BatchTotals,
+        sums: MetricSums,
+    ) -> None:
+        """Put the gradients of all micro-batches into the module; metrics are added to `sums`."""
+        for micro in cut:
+            self._accumulate(module, micro, totals, sums)
 
     def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the logprobs of the policy as it is now, where later passes need them."""
