@@ -26,6 +26,7 @@ from .executor import (
     Executor,
     ExecutorEvent,
     TaskFault,
+    TaskPart,
     TaskResult,
     TaskSpec,
     WorkerEvent,
@@ -35,6 +36,7 @@ from .executor import (
 )
 from .plan import Plan
 from .resolve import ResolvedPipeline
+from .results import TaskResults
 from .score_faults import Decided, exclude_culprit, ledger_words
 from .seeds import derive_seed
 from .spool import SPOOL_WORKER, ResultSpool, SpoolKey
@@ -43,6 +45,7 @@ from .task_state import (
     Event,
     GiveUp,
     Instruction,
+    PartFinished,
     Publish,
     StepTrained,
     Stop,
@@ -54,7 +57,7 @@ from .task_state import (
     Train,
     VersionPublished,
 )
-from .training import StepOutcome, StepResult
+from .training import StepOutcome, StepResult, publish_times
 from .types import ScoredGroup
 from .waits import Outstanding, Wait, seconds_without_progress, task_waits, worker_words
 from .wire import PORT_CODECS, prompt_digest, score_to_json, unpack_prompts
@@ -167,12 +170,11 @@ class Driver:
         self._committing = committing
         self._observers = observers
         self._heads = dict(heads)
-        self._results: dict[TaskId, bytes] = {}
-        self._num_items: dict[TaskId, int] = {}
+        self._results = TaskResults(state.template)
         self._decided: dict[TaskId, Decided] = {}
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
-        self._lost: dict[TaskId, str] = {}
+        self._lost: dict[str, str] = {}
         self._late_tasks: dict[int, Sequence[TaskId]] = {}
         self._trained: dict[int, _Step] = {}
         self._empty_steps = 0
@@ -208,8 +210,7 @@ class Driver:
             case Publish(version=version):
                 self._commit(version)
             case GiveUp(task=task, reason=reason):
-                words = self._fault_words.get(task, reason)
-                self._lost[self._rollout_of(task)] = words
+                self._give_up(task, self._fault_words.get(task, reason))
             case Stop(task=task, reason=reason):
                 version = self._state.required_version(task.step)
                 raise TaskError(
@@ -218,6 +219,19 @@ class Driver:
                 )
             case Complete():
                 return
+
+    def _give_up(self, task: TaskId, words: str) -> None:
+        """The groups of a task are lost, whatever became of them before."""
+        lost = [row.group_id for row in self._open_rows(task)]
+        self._lost |= dict.fromkeys(lost, words)
+        self._results.drop_groups(task.step, [int(g.rpartition("/")[2]) for g in lost])
+
+    def _open_rows(self, task: TaskId) -> list[LedgerRow]:
+        """The open groups that a task works on."""
+        rows = self._ledger.open_rows(task=str(self._rollout_of(task)))
+        if self._state.template.node(task.node).by_group:
+            return [row for row in rows if row.group_id == f"{task.step}/{task.shard}"]
+        return rows
 
     def _events(self) -> list[Event]:
         """Wait for something to happen and say it in the state machine's terms."""
@@ -238,6 +252,10 @@ class Driver:
         match event:
             case TaskResult():
                 return self._on_result(event)
+            case TaskPart(task=task, attempt=attempt, item=item):
+                if self._state.awaits(task, attempt=attempt):
+                    self._results.add_part(event)
+                return [PartFinished(task=task, attempt=attempt, item=item)]
             case TaskFault():
                 return [self._on_fault(event)]
             case WorkerJoined() | WorkerLeft() | WorkerRefused():
@@ -251,13 +269,11 @@ class Driver:
             observer.on_task(result, started_seconds=started)
         if self._state.awaits(result.task, attempt=result.attempt):
             self._keep(result)
-            self._results[result.task] = result.output
-            self._num_items[result.task] = result.num_items
+            self._results.add(result, codec=PORT_CODECS[self._output_kind(result.task.node)])
             if self._from_prompts:
                 self._dispatch_examples(result)
             elif result.task.node in self._state.template.outputs:
-                rows = self._ledger.open_rows(task=str(self._rollout_of(result.task)))
-                self._ledger.buffer(row.group_id for row in rows)
+                self._ledger.buffer(row.group_id for row in self._open_rows(result.task))
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
 
     def _dispatch_examples(self, result: TaskResult) -> None:
@@ -279,9 +295,9 @@ class Driver:
         return self._spool.find(self._key(self._spool, task), attempt=attempt)
 
     def _key(self, spool: ResultSpool, task: TaskId) -> SpoolKey:
-        version, snapshot_id = self._policy_of(task)
-        inputs = [self._results[source] for source in self._sources(task)]
-        return spool.key(task, version=version, snapshot_id=snapshot_id, inputs=inputs)
+        version, snapshot = self._policy_of(task)
+        inputs = self._results.inputs(task)
+        return spool.key(task, version=version, snapshot_id=snapshot, inputs=inputs)
 
     def _policy_of(self, task: TaskId) -> tuple[int, str]:
         """The version and snapshot a task needs; -1 and empty if it needs none."""
@@ -289,14 +305,6 @@ class Driver:
             return -1, ""
         version = self._state.required_version(task.step)
         return version, self._heads.get(version, "")
-
-    def _sources(self, task: TaskId) -> list[TaskId]:
-        """The tasks whose results a task reads."""
-        template = self._state.template
-        return [
-            TaskId(name, task.step, task.shard if template.node(name).sharded else 0)
-            for name in template.node(task.node).inputs
-        ]
 
     def _on_fault(self, fault: TaskFault) -> TaskFailed:
         for observer in self._observers:
@@ -319,7 +327,7 @@ class Driver:
         if node.spec.role != "score":
             return None
         (rollout,) = self._pipeline.by_role("rollout")
-        groups = self._num_items[TaskId(rollout.name, fault.task.step, fault.task.shard)]
+        groups = self._results.num_groups(fault.task, self._rollout_of(fault.task))
         suspects = self._suspects.setdefault(fault.task, set())
         decided = exclude_culprit(
             fault,
@@ -335,9 +343,9 @@ class Driver:
         task = instruction.task
         node = self._pipeline.nodes[task.node]
         version, snapshot_id = self._policy_of(task)
-        sources = self._sources(task)
+        inputs = self._results.inputs(task)
         if node.spec.role == "rollout":
-            self._dispatch_rows(task, self._results[sources[0]])
+            self._dispatch_rows(task, inputs[0])
         found = self._find(task, attempt=instruction.attempt)
         if found is not None:
             self._found.append(found)
@@ -346,13 +354,14 @@ class Driver:
         values = {
             "chain": list(self._plan.chain_of(task.node)),
             "skip": {str(i): score_to_json(score) for i, score in decided.items()},
+            "parts": self._results.is_streamed(task.node),
         }
         self._executor.submit(
             TaskSpec(
                 task=task,
                 attempt=instruction.attempt,
                 priority=(task.step, instruction.order, task.shard),
-                inputs=tuple(self._results[source] for source in sources),
+                inputs=tuple(inputs),
                 values=values,
                 deadline_seconds=node.options.timeout_seconds,
                 version=version,
@@ -387,12 +396,9 @@ class Driver:
             if task in self._results
         ]
         rows: dict[str, LedgerRow] = {}
-        lost: dict[str, str] = {}
         for task in dict.fromkeys(self._rollout_of(task) for task in instruction.tasks):
-            open_rows = self._ledger.open_rows(task=str(task))
-            rows |= {row.group_id: row for row in open_rows}
-            if task in self._lost:
-                lost |= {row.group_id: self._lost[task] for row in open_rows}
+            rows |= {row.group_id: row for row in self._ledger.open_rows(task=str(task))}
+        lost = {group_id: self._lost[group_id] for group_id in rows if group_id in self._lost}
         self._late_tasks[step] = instruction.late
         self._trainer.submit(step, self._training_of(step, data, rows, lost))
 
@@ -433,12 +439,11 @@ class Driver:
 
     def _forget(self, *, before: int) -> None:
         """Let go of what belongs to steps that are consumed whole."""
-        for task in [task for task in self._results if task.step < before]:
-            del self._results[task], self._num_items[task]
+        self._results.forget(before=before)
         self._decided = {t: d for t, d in self._decided.items() if t.step >= before}
         self._suspects = {t: s for t, s in self._suspects.items() if t.step >= before}
         self._fault_words = {t: w for t, w in self._fault_words.items() if t.step >= before}
-        self._lost = {t: r for t, r in self._lost.items() if t.step >= before}
+        self._lost = {g: r for g, r in self._lost.items() if int(g.partition("/")[0]) >= before}
 
     def _on_committed(self, done: Completion) -> VersionPublished:
         self._progressed = time.monotonic()
@@ -572,7 +577,7 @@ class Driver:
         """The task that opened the groups a task works on: of a rollout, or of given examples."""
         if self._from_prompts:
             return task
-        return TaskId(self._rollout_name(), task.step, task.shard)
+        return TaskId(self._rollout_name(), task.step, self._state.template.slice_of(task))
 
     def _rollout_name(self) -> str:
         nodes = self._pipeline.by_role("rollout")
@@ -581,14 +586,6 @@ class Driver:
     def _output_kind(self, node: str) -> str:
         last = self._plan.chain_of(node)[-1]
         return self._pipeline.nodes[last].spec.output_kind.value
-
-
-def publish_times(timing: Mapping[str, float]) -> dict[str, float]:
-    """Seconds a step took to train, and from its end until now, when its version is committed."""
-    if not timing:
-        return {}
-    lag = max(0.0, time.time() - timing["trained_at"])
-    return {"train_seconds": timing["train_seconds"], "publish_lag_seconds": lag}
 
 
 def _result(done: Completion) -> Any:

@@ -63,6 +63,18 @@ class TaskResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPart:
+    """A group of a rollout task that goes on. `item` is the group's position in the step;
+    `output` is packed as the whole result will be, with this group alone."""
+
+    task: TaskId
+    attempt: int
+    worker: str
+    item: int
+    output: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFault:
     """A try ended without a result: it raised, expired, or its worker was lost.
 
@@ -99,11 +111,14 @@ class WorkerRefused:
 
 
 WorkerEvent = WorkerJoined | WorkerLeft | WorkerRefused
-ExecutorEvent = TaskResult | TaskFault | WorkerEvent
+ExecutorEvent = TaskResult | TaskPart | TaskFault | WorkerEvent
 
 
 class Executor(Protocol):
-    """Built as `Executor(config, num_workers=, bootstrap=)`."""
+    """Built as `Executor(config, num_workers=, bootstrap=)`.
+
+    One whose class says `delivers_parts = True` passes on the parts of tasks that ask for it.
+    """
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from . import config
+from .dsl import NodeSpec
 from .errors import PluginError, RunErrorCode, boundary
 from .interfaces import FusionPlan, Replacement
+from .joining import join_columns
 from .plugin_manager import Plugins
 from .resolve import ResolvedComponent, ResolvedNode, ResolvedPipeline
 
@@ -21,6 +23,7 @@ class Fusion:
 
     chains: tuple[tuple[str, ...], ...] = ()
     replacements: tuple[Replacement, ...] = ()
+    by_group: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -53,6 +56,7 @@ def combine(plans: Sequence[tuple[str, FusionPlan]]) -> Fusion:
     return Fusion(
         chains=tuple(tuple(chain) for _, plan in plans for chain in plan.chains),
         replacements=tuple(part for _, plan in plans for part in plan.replacements),
+        by_group=tuple(node for _, plan in plans for node in plan.by_group),
         notes=tuple(_note(name, plan) for name, plan in plans),
     )
 
@@ -76,6 +80,69 @@ def with_replacements(
     return replace(pipeline, nodes=nodes)
 
 
+def nodes_by_group(pipeline: ResolvedPipeline) -> tuple[str, ...]:
+    """All nodes that may run by group, in graph order: those downstream of the rollout that
+    compute by group, read nothing else, and are read by nothing else but training."""
+    names = tuple(spec.name for spec in pipeline.graph.nodes if _computes_by_group(spec))
+    while True:
+        obstacles = _obstacles(pipeline, names)
+        if not obstacles:
+            return names
+        names = tuple(name for name in names if name not in obstacles)
+
+
+def check_by_group(
+    pipeline: ResolvedPipeline,
+    names: Iterable[str],
+    chains: Sequence[Sequence[str]],
+    selected: Collection[str],
+) -> frozenset[str]:
+    """The nodes of the slice that run by group.
+
+    Raises `PluginError` for one that computes by task, or has such a neighbour, and where groups
+    may be late: what is late is counted in tasks.
+    """
+    names = tuple(names)
+    share = min((node.options.ready_share for node in pipeline.by_role("train")), default=1.0)
+    if names and share < 1.0:
+        raise _cannot(names[0], "train.ready_share is below 1, so late groups go by rollout task")
+    chained = {name for chain in chains for name in chain}
+    for name in names:
+        spec = pipeline.graph.node(name)
+        if not _computes_by_group(spec):
+            raise _cannot(name, "it is no score, infer or join node")
+        if found := chained & {name, *pipeline.graph.producers(name)}:
+            raise _cannot(name, f"{min(found)!r} is in a chain")
+    for name, neighbour in _obstacles(pipeline, names).items():
+        raise _cannot(name, f"its neighbour {neighbour!r} works on whole tasks")
+    return frozenset(names) & frozenset(selected)
+
+
+def _computes_by_group(spec: NodeSpec) -> bool:
+    return spec.role in ("score", "infer") or spec.functions == (join_columns,)
+
+
+def _obstacles(pipeline: ResolvedPipeline, names: Collection[str]) -> dict[str, str]:
+    """Nodes that cannot run by group, each with the neighbour that works on whole tasks."""
+    graph = pipeline.graph
+    allowed = {*names, *(spec.name for spec in graph.by_role("rollout"))}
+    found = {}
+    for name in names:
+        readers = [e.consumer for e in graph.edges if e.producer == name and not e.carried]
+        others = [other for other in graph.producers(name) if other not in allowed]
+        others += [r for r in readers if r not in names and graph.node(r).role != "train"]
+        if others:
+            found[name] = others[0]
+    return found
+
+
+def _cannot(name: str, reason: str) -> PluginError:
+    return PluginError(
+        f"the fusion plan has node {name!r} run by group, which is impossible: {reason}.",
+        code=RunErrorCode.BROKEN_PLUGIN,
+    )
+
+
 def _replaced(node: ResolvedNode, part: Replacement, plugins: Plugins) -> ResolvedNode:
     component = plugins.component(part.slot, part.name)
     path = f"{node.name}.{part.slot} of the fusion plan"
@@ -89,12 +156,14 @@ def _replaced(node: ResolvedNode, part: Replacement, plugins: Plugins) -> Resolv
 
 def _nodes(plan: FusionPlan) -> frozenset[str]:
     chained = (name for chain in plan.chains for name in chain)
-    return frozenset([*chained, *(part.node for part in plan.replacements)])
+    return frozenset([*chained, *plan.by_group, *(part.node for part in plan.replacements)])
 
 
 def _note(name: str, plan: FusionPlan) -> str:
     parts = [" + ".join(chain) for chain in plan.chains]
     parts += [f"{part.node}.{part.slot} = {part.name}" for part in plan.replacements]
+    if plan.by_group:
+        parts.append(f"each group goes on by itself to {', '.join(plan.by_group)}")
     if not parts:
         return f"not fused by {name}: {plan.reason}"
     return f"fused: {'; '.join(parts)} ({plan.reason})"

@@ -147,6 +147,22 @@ class Engine(Component, Protocol):
         ...
 
 
+@runtime_checkable
+class StreamsGroups(Protocol):
+    """What an engine offers that can hand a prompt's rollouts on before the others are done."""
+
+    def stream(
+        self,
+        request: GenerateRequest,
+        *,
+        on_group: Callable[[int, list[Rollout]], None],
+        between_steps: Callable[[], None] | None = None,
+    ) -> list[list[Rollout]]:
+        """`generate` to the bit; `on_group(index, rollouts)` is called at most once for each
+        prompt, as soon as the last of its rollouts is finished."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
     """What an algorithm makes of one group.
@@ -388,6 +404,9 @@ class FusionPlan:
     reason: str
     chains: tuple[tuple[str, ...], ...] = ()
     """Chains of nodes whose shards run as one task."""
+    by_group: tuple[str, ...] = ()
+    """Nodes that run once a group, as soon as it is generated, instead of once a rollout task:
+    scores, inferences and their joins, which make the same of a group whatever is beside it."""
     replacements: tuple[Replacement, ...] = ()
     """Components that do the work of others. The run's options and their digest stay those of
     the pipeline, and so does what a version is replayed with."""

@@ -10,7 +10,7 @@ from typing import Any
 from .dsl import NodeSpec
 from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
 from .examples import learns_from_prompts
-from .fusing import plan_fusion, with_replacements
+from .fusing import check_by_group, plan_fusion, with_replacements
 from .graph import Graph
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
@@ -88,7 +88,8 @@ def make_plan(
     fusion = plan_fusion(pipeline, plugins)
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
     chains = check_chains(graph, fusion.chains, selected)
-    template = step_template(pipeline, selected, chains)
+    by_group = check_by_group(pipeline, fusion.by_group, chains, selected)
+    template = step_template(pipeline, selected, chains, by_group)
     entries = tuple(
         _entry(pipeline.nodes[spec.name], pipeline, selected=selected, template=template)
         for spec in graph.nodes
@@ -141,7 +142,10 @@ def check_chains(
 
 
 def step_template(
-    pipeline: ResolvedPipeline, selected: frozenset[str], chains: Sequence[Sequence[str]]
+    pipeline: ResolvedPipeline,
+    selected: frozenset[str],
+    chains: Sequence[Sequence[str]],
+    by_group: frozenset[str],
 ) -> StepTemplate:
     """How one step of the selected nodes unrolls into tasks."""
     graph = pipeline.graph
@@ -164,6 +168,7 @@ def step_template(
                 sharded=spec.name in sharded,
                 needs_policy=_needs_policy(graph, chains, spec.name),
                 on_failure=_failure_policy(pipeline.nodes[spec.name]),
+                by_group=spec.name in by_group,
             )
             for spec in workers
         ),
@@ -273,6 +278,8 @@ def _where(node: ResolvedNode, pipeline: ResolvedPipeline) -> str:
 
 def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTemplate) -> str:
     options, lag = node.options, template.lag
+    if any(part.name == node.name and part.by_group for part in template.nodes):
+        return _by_group_reason(node, pipeline)
     match node.spec.role:
         case "source":
             return f"once a step, up to {lag + 2} steps ahead of training"
@@ -296,6 +303,18 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
                 f"one commit a step; anchor every {options.anchor_every}, trainer state every "
                 f"{options.state_every} versions"
             )
+
+
+def _by_group_reason(node: ResolvedNode, pipeline: ResolvedPipeline) -> str:
+    """When a node that runs by group does so: what hands groups on early, or cannot."""
+    (rollout,) = pipeline.by_role("rollout")
+    engine, executor = rollout.components["engine"], pipeline.executor
+    if not hasattr(engine.component, "stream"):
+        return f"each group, when its task ends: engine {engine.name} hands on none before"
+    if not getattr(executor.component, "delivers_parts", False):
+        return f"each group, when its task ends: executor {executor.name} delivers none before"
+    version = ", at the policy version that generated it" if node.spec.role == "infer" else ""
+    return f"each group as soon as it is generated{version}"
 
 
 def _notes(pipeline: ResolvedPipeline, template: StepTemplate) -> tuple[str, ...]:

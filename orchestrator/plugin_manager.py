@@ -49,6 +49,7 @@ BUNDLED_PLUGINS = (
     "optimizers.nesterov_delay",
     "optimizers.pipemare",
     "optimizers.xpipe",
+    "fusion.inter_planner",
     "fusion.prediction",
     "pipeline.prediction",
     "pipeline.trainer",

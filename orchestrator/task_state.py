@@ -7,6 +7,7 @@ decide: a step then takes what is finished, of its own tasks and of earlier step
 
     event               instruction that may follow
     (start)             Submit source tasks
+    PartFinished        Submit the tasks that read this group alone
     TaskFinished        Submit the tasks it was the last input of; Train
     TaskFailed          Submit again; GiveUp; Stop
     StepTrained         Publish; Train the next step; Submit further sources
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 TaskStatus = Literal["waiting", "submitted", "done", "given-up", "consumed"]
@@ -26,7 +27,10 @@ FailurePolicy = Literal["drop", "stop"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskId:
-    """One instance of a node: `node/step/shard`."""
+    """One instance of a node: `node/step/shard`.
+
+    Of a node that runs by group, `shard` is the position of the group's prompt in the step.
+    """
 
     node: str
     step: int
@@ -47,6 +51,8 @@ class NodeTemplate:
     """One task per slice of the step's prompts, instead of one a step."""
     needs_policy: bool
     on_failure: FailurePolicy
+    by_group: bool = False
+    """One task a prompt of the step, as soon as its group is there, instead of one a slice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,9 @@ class StepTemplate:
     """How many steps after its own a task's result may be consumed without being too stale."""
     waits_for_late: bool = True
     """Whether a step waits for tasks that would be later than that at the next one."""
+    streamed: frozenset[str] = field(init=False)
+    """Nodes whose groups are read one by one."""
+    _by_name: Mapping[str, NodeTemplate] = field(init=False, repr=False, compare=False)
 
     @property
     def max_staleness(self) -> int:
@@ -80,8 +89,35 @@ class StepTemplate:
     def required_version(self, step: int) -> int:
         return max(0, step - 1 - self.lag) if self.trains else 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {node.name: node for node in self.nodes})
+        streamed = {
+            source
+            for node in self.nodes
+            if node.by_group
+            for source in node.inputs
+            if self.node(source).sharded and not self.node(source).by_group
+        }
+        object.__setattr__(self, "streamed", frozenset(streamed))
+
     def node(self, name: str) -> NodeTemplate:
-        return next(node for node in self.nodes if node.name == name)
+        return self._by_name[name]
+
+    def slice_of(self, task: TaskId) -> int:
+        """The slice of the step's prompts that a task of a sharded node works in."""
+        if self.node(task.node).by_group:
+            return task.shard // self.items_per_shard
+        return task.shard
+
+    def reads(self, task: TaskId, source: str) -> TaskId:
+        """The task of node `source` whose result a task reads; for a group of a task that works
+        on a whole slice, that task's name with the group's position as its shard."""
+        return TaskId(source, task.step, task.shard if self.node(source).sharded else 0)
+
+    def reads_part(self, task: TaskId, source: str) -> bool:
+        """Whether a task reads one group of what a task of node `source` makes."""
+        node = self.node(source)
+        return self.node(task.node).by_group and node.sharded and not node.by_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +127,15 @@ class TaskFinished:
     task: TaskId
     attempt: int
     num_items: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFinished:
+    """A group of a task that goes on arrived: the one at `item` in the step."""
+
+    task: TaskId
+    attempt: int
+    item: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +168,7 @@ class VersionPublished:
     version: int
 
 
-Event = TaskFinished | TaskFailed | StepTrained | VersionPublished
+Event = TaskFinished | PartFinished | TaskFailed | StepTrained | VersionPublished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +250,9 @@ class TaskState:
     late: Mapping[int, frozenset[int]] = field(default_factory=dict)
     tasks: dict[TaskId, _Task] = field(default_factory=dict)
     num_shards: dict[int, int] = field(default_factory=dict)
+    num_items: dict[int, int] = field(default_factory=dict)
+    parts: set[TaskId] = field(default_factory=set)
+    """Groups that arrived before their task ended; `shard` is the position in the step."""
     trained: int = field(init=False)
     training: int | None = None
     published: int = field(init=False)
@@ -227,6 +275,9 @@ class TaskState:
         match event:
             case TaskFinished():
                 self._on_finished(event)
+            case PartFinished(task=task, attempt=attempt, item=item):
+                if self.awaits(task, attempt=attempt):
+                    self.parts.add(replace(task, shard=item))
             case TaskFailed():
                 return [*self._on_failed(event), *self._advance()]
             case StepTrained():
@@ -274,6 +325,7 @@ class TaskState:
         if event.task.node == self.template.shards_from:
             per_shard = self.template.items_per_shard
             self.num_shards[event.task.step] = -(-event.num_items // per_shard)
+            self.num_items[event.task.step] = event.num_items
 
     def _on_failed(self, event: TaskFailed) -> list[Instruction]:
         entry = self._current(event.task, event.attempt)
@@ -283,10 +335,24 @@ class TaskState:
         if event.retryable and entry.num_failures < self.max_attempts:
             return [self._submit(event.task)]
         if event.retryable and self.template.node(event.task.node).on_failure == "drop":
-            entry.status = "given-up"
+            self._give_up(event.task)
             tries = f" ({entry.num_failures} tries)" if entry.num_failures > 1 else ""
             return [GiveUp(task=event.task, reason=f"{event.reason}{tries}")]
         return [Stop(task=event.task, reason=event.reason)]
+
+    def _give_up(self, task: TaskId) -> None:
+        """A task is lost for good, and with it the groups of it that arrived and went on."""
+        self.tasks[task].status = "given-up"
+        if task.node not in self.template.streamed:
+            return
+        for other, entry in self.tasks.items():
+            node = self.template.node(other.node)
+            if (
+                node.by_group
+                and other.step == task.step
+                and self.template.slice_of(other) == task.shard
+            ):
+                entry.status = "given-up"
 
     def _current(self, task: TaskId, attempt: int) -> _Task | None:
         """The task, if this is the newest try and waited for; None for faults of earlier ones."""
@@ -367,7 +433,7 @@ class TaskState:
         return len(unfinished) <= steps * len(self.output_tasks(step))
 
     def _submit_or_skip(self, task: TaskId, entry: _Task, ready: list[Instruction]) -> None:
-        if any(self._status(source) == "given-up" for source in self._inputs(task)):
+        if "given-up" in self._input_statuses(task):
             entry.status = "given-up"
         elif self._inputs_done(task):
             ready.append(self._submit(task))
@@ -386,7 +452,7 @@ class TaskState:
             return []
         own = self.output_tasks(step)
         late = [t for s in self._steps_with_late(before=step) for t in self._unconsumed(s)]
-        if not own or not self._is_ready(step, own, late):
+        if not own or not self._is_ready(step, own, late) or self._streams(step):
             return []
         consumed = tuple(task for task in (*late, *own) if self._is_settled(task))
         for task in consumed:
@@ -406,9 +472,18 @@ class TaskState:
         oldest = min(task.step for task in unfinished)
         return not self.template.waits_for_late or step < oldest + self.template.late_steps
 
+    def _streams(self, step: int) -> bool:
+        """Whether a task all of whose groups may have gone on has not ended itself."""
+        return any(
+            not self._is_settled(TaskId(name, step, shard))
+            for name in self.template.streamed
+            for shard in self._shards(self.template.node(name), step)
+        )
+
     def _forget(self, *, before: int) -> None:
         for step in [step for step in self.num_shards if step < before]:
-            del self.num_shards[step]
+            del self.num_shards[step], self.num_items[step]
+        self.parts = {part for part in self.parts if part.step >= before}
         self.late = {step: shards for step, shards in self.late.items() if step >= before}
         for task in [task for task in self.tasks if task.step < before]:
             del self.tasks[task]
@@ -436,19 +511,28 @@ class TaskState:
     def _shards(self, node: NodeTemplate, step: int) -> Sequence[int]:
         if not node.sharded:
             return range(1)
+        if node.by_group:
+            return range(self.num_items.get(step, 0))
         if step in self.late:
             return sorted(self.late[step])
         return range(self.num_shards.get(step, 0))
 
-    def _inputs(self, task: TaskId) -> Sequence[TaskId]:
-        node = self.template.node(task.node)
+    def _inputs_done(self, task: TaskId) -> bool:
+        return all(status == "done" for status in self._input_statuses(task))
+
+    def _input_statuses(self, task: TaskId) -> list[TaskStatus]:
+        template = self.template
         return [
-            TaskId(name, task.step, task.shard if self.template.node(name).sharded else 0)
-            for name in node.inputs
+            self._part_status(template.reads(task, name))
+            if template.reads_part(task, name)
+            else self._status(template.reads(task, name))
+            for name in template.node(task.node).inputs
         ]
 
-    def _inputs_done(self, task: TaskId) -> bool:
-        return all(self._status(source) == "done" for source in self._inputs(task))
+    def _part_status(self, part: TaskId) -> TaskStatus:
+        """Of a group: done as soon as it arrived, else as the task that makes it."""
+        whole = self._status(replace(part, shard=part.shard // self.template.items_per_shard))
+        return "done" if part in self.parts and whole != "given-up" else whole
 
     def _status(self, task: TaskId) -> TaskStatus:
         entry = self.tasks.get(task)

@@ -198,6 +198,14 @@ def trained_metrics(
     return metrics
 
 
+def publish_times(timing: Mapping[str, float]) -> dict[str, float]:
+    """Seconds a step took to train, and from its end until now, when its version is committed."""
+    if not timing:
+        return {}
+    lag = max(0.0, time.time() - timing["trained_at"])
+    return {"train_seconds": timing["train_seconds"], "publish_lag_seconds": lag}
+
+
 def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Closed rows as a store table: numbers in columns, texts beside them."""
     values = {

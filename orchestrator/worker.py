@@ -22,7 +22,8 @@ from .pipeline_file import load_pipeline
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedNode, ResolvedPipeline, resolve
 from .seeds import derive_seed, rollout_seeds
-from .types import Prompt, Rollout, RolloutGroup, SamplingParams, ScoredGroup
+from .streaming import Emit, GroupStream
+from .types import Prompt, Rollout, SamplingParams, ScoredGroup
 from .wire import PORT_CODECS, pack_prompts, score_from_json
 
 if TYPE_CHECKING:
@@ -46,17 +47,22 @@ class TaskRunner:
     def __init__(self, bootstrap: WorkerBootstrap, *, worker: str) -> None:
         self._bootstrap = bootstrap
         self._worker = worker
+        self._emit: Emit = _discard
         directory = bootstrap.plugins_dir
         self._plugins: Plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
         self._pipeline: ResolvedPipeline = resolve(
             load_pipeline(Path(bootstrap.pipeline_path)), self._plugins, overlay=bootstrap.overlay
         )
 
-    def run(self, spec: TaskSpec, *, report: Report) -> tuple[bytes, int, Mapping[str, float]]:
+    def run(
+        self, spec: TaskSpec, *, report: Report, emit: Emit
+    ) -> tuple[bytes, int, Mapping[str, float]]:
         """The packed output of a task, its number of items, and metrics.
 
+        A task that asks for `parts` gives `emit` each group that is finished before the others.
         Raises whatever the node raises; observers' hooks run around it.
         """
+        self._emit = emit
         chain = [self._pipeline.nodes[name] for name in spec.values["chain"]]
         inputs = [
             PORT_CODECS[kind].decode(data)
@@ -135,16 +141,11 @@ class TaskRunner:
             ),
             sampling=sampling_params(node),
         )
-        rollouts, metrics = self._generate(request, spec, report, in_flight=options.in_flight)
-        groups = [
-            RolloutGroup(
-                id=f"{spec.task.step}/{first + index}",
-                step=spec.task.step,
-                prompt=prompt,
-                rollouts=tuple(members),
-            )
-            for index, (prompt, members) in enumerate(zip(prompts, rollouts, strict=True))
-        ]
+        stream = GroupStream(request, step=spec.task.step, first=first, emit=self._emit)
+        rollouts, metrics = self._generate(
+            request, spec, report, in_flight=options.in_flight, stream=stream
+        )
+        groups = stream.groups(rollouts, engine=node.components["engine"].name)
         num_tokens = sum(r.num_tokens for group in groups for r in group.rollouts)
         return NodeOutput(
             items=groups,
@@ -152,14 +153,22 @@ class TaskRunner:
         )
 
     def _generate(
-        self, request: GenerateRequest, spec: TaskSpec, report: Report, *, in_flight: bool
+        self,
+        request: GenerateRequest,
+        spec: TaskSpec,
+        report: Report,
+        *,
+        in_flight: bool,
+        stream: GroupStream,
     ) -> tuple[list[list[Rollout]], Mapping[str, float]]:
         """Rollouts of the version asked for, or from it on with every newer one as it comes."""
         weights = self._weights
+        engine = weights.holder
+        generate = stream.generator(engine) if spec.values.get("parts") else engine.generate
         if not in_flight:
             arrival = weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
             started = time.monotonic()
-            rollouts = weights.holder.generate(request, between_steps=lambda: report(0))
+            rollouts = generate(request, between_steps=lambda: report(0))
             return rollouts, {
                 "generate_seconds": time.monotonic() - started,
                 **arrival.metrics(),
@@ -172,7 +181,7 @@ class TaskRunner:
                 report(0)
                 follower.advance()
 
-            rollouts = weights.holder.generate(request, between_steps=between_steps)
+            rollouts = generate(request, between_steps=between_steps)
         return rollouts, {
             "generate_seconds": time.monotonic() - started,
             **arrival.metrics(),
@@ -270,6 +279,10 @@ class TaskRunner:
             branch=self._bootstrap.branch,
             codecs=self._plugins.components["codec"],
         )
+
+
+def _discard(item: int, output: bytes) -> None:
+    """Nobody wants parts."""
 
 
 def sampling_params(node: ResolvedNode) -> SamplingParams:

@@ -78,18 +78,22 @@ def main(socket_fd: int, progress_fd: int, worker: str) -> None:
     connection.send_bytes(pack({"kind": "ready", "pid": os.getpid()}, {}))
     while True:
         spec = unpack_spec(inbox.get())
-        connection.send_bytes(_serve(runner, spec, progress))
+        connection.send_bytes(_serve(runner, spec, progress, connection))
 
 
-def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress) -> bytes:
-    """Run one task and describe its end, good or bad."""
+def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress, connection: Connection) -> bytes:
+    """Run one task, sending its parts as they are made, and describe its end, good or bad."""
     head = {"task": str(spec.task), "attempt": spec.attempt}
 
     def report(item: int) -> None:
         progress.write(item, version=runner.version)
 
+    def emit(item: int, output: bytes) -> None:
+        part = head | {"kind": "part", "item": item}
+        connection.send_bytes(pack(part, {"output": np.frombuffer(output, dtype=np.uint8)}))
+
     try:
-        output, num_items, metrics = runner.run(spec, report=report)
+        output, num_items, metrics = runner.run(spec, report=report, emit=emit)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()

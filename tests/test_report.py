@@ -238,6 +238,20 @@ def test_a_gap_is_blamed_on_what_its_next_task_waited_for() -> None:
     assert "rollout 1/0" in blamed.words
 
 
+def test_a_group_s_task_waited_for_the_rollouts_of_its_step() -> None:
+    lines = [
+        {"worker": "w0", "event": "joined", "time": 0.0},
+        line("rollout/1/0", "w1", 0.0, 4.0),
+        line("source/1/0", "w0", 0.0, 1.0),
+        line("score/1/3", "w0", 3.0, 0.5),
+    ]
+    times = Times(trained={}, committed={})
+    gaps = find_gaps(task_spans(lines), times, lag=0, joined=spans.joins(lines))
+    (blamed,) = [gap for gap in gaps if gap.lane == "w0" and gap.cause == "rollouts"]
+    assert (blamed.start, blamed.end) == (1.0, 3.0)
+    assert "rollout tasks of step 1" in blamed.words
+
+
 def test_a_resumed_run_is_not_idle_while_it_was_stopped() -> None:
     lines = [
         {"worker": "w0", "event": "joined", "time": 0.0},

@@ -180,7 +180,10 @@ class _Ends:
 
     def _task(self, role: str, step: int, shard: int, cause: str) -> list[tuple[float, str, str]]:
         end = self._done.get((role, step, shard))
-        return [] if end is None else [(end, cause, f"{role} {step}/{shard}")]
+        if end is not None:
+            return [(end, cause, f"{role} {step}/{shard}")]
+        ends = [end for (other, its, _), end in self._done.items() if (other, its) == (role, step)]
+        return [(max(ends), cause, f"{role} tasks of step {step}")] if ends else []
 
 
 def _lane_gaps(

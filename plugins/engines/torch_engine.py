@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import GenerateRequest, Model, WeightUpdate
+from ...orchestrator.interfaces import GenerateRequest, Model, Tokenizer, WeightUpdate
 from ...orchestrator.types import Int32Array, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class TorchEngine:
         self._module = model.build(seed=0).to(dtype_named(config.compute_dtype)).eval()
         self._module.requires_grad_(requires_grad=False)
         self._version = -1
+        self._on_group: Callable[[int, list[Rollout]], None] = _keep_quiet
 
     @property
     def version(self) -> int:
@@ -90,8 +91,23 @@ class TorchEngine:
                 max_new_tokens=request.sampling.max_new_tokens,
                 stop_token_ids=(self._tokenizer.eos_id, *request.sampling.stop_token_ids),
             )
-            versions = self._decode(batch, request, between_steps)
-        return self._rollouts(batch, request, prompts, versions)
+            finished = _FinishedGroups(self._tokenizer, batch, request, prompts, self._on_group)
+            self._decode(batch, request, finished, between_steps)
+        return finished.groups
+
+    def stream(
+        self,
+        request: GenerateRequest,
+        *,
+        on_group: Callable[[int, list[Rollout]], None],
+        between_steps: Callable[[], None] | None = None,
+    ) -> list[list[Rollout]]:
+        """`generate`, telling of each prompt whose rollouts are all finished."""
+        self._on_group = on_group
+        try:
+            return self.generate(request, between_steps=between_steps)
+        finally:
+            self._on_group = _keep_quiet
 
     def _encode(self, request: GenerateRequest) -> list[list[int]]:
         expected = (len(request.prompts), request.group_size)
@@ -126,28 +142,28 @@ class TorchEngine:
         self,
         batch: DecodeBatch,
         request: GenerateRequest,
+        finished: _FinishedGroups,
         between_steps: Callable[[], None] | None,
-    ) -> list[int]:
-        """Draw until every row is finished; the version that produced each step's tokens."""
+    ) -> None:
+        """Draw until every row is finished, telling of groups as they are."""
         import torch
 
         from ..torch_support.sampling import draw, uniforms
 
         sampling = request.sampling
         uniform = torch.from_numpy(uniforms(request.seeds.reshape(-1), sampling.max_new_tokens))
-        versions: list[int] = []
         logits = batch.prefill()
         while True:
             tokens, logprobs = draw(
                 logits,
-                uniform[batch.active_rows, len(versions)],
+                uniform[batch.active_rows, batch.num_drawn],
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
             )
             batch.record(tokens, logprobs)
-            versions.append(self._version)
+            finished.take(version=self._version)
             if batch.is_finished:
-                return versions
+                return
             batch.compact()
             self._between(batch, between_steps)
             logits = batch.step()
@@ -160,37 +176,58 @@ class TorchEngine:
         if self._config.recompute_cache_on_update and self._version != before:
             batch.recompute_cache()
 
-    def _rollouts(
+
+class _FinishedGroups:
+    """Rollouts of the prompts that are done, made when the last one of a prompt stops."""
+
+    def __init__(
         self,
+        tokenizer: Tokenizer,
         batch: DecodeBatch,
         request: GenerateRequest,
         prompts: Sequence[Sequence[int]],
-        versions: Sequence[int],
-    ) -> list[list[Rollout]]:
-        from ..torch_support.decoding import completions
+        on_group: Callable[[int, list[Rollout]], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._batch = batch
+        self._request = request
+        self._prompts = prompts
+        self._on_group = on_group
+        self._versions: list[int] = []
+        self.groups: list[list[Rollout]] = [[] for _ in prompts]
 
-        versions_by_step: Int32Array = np.asarray(versions, dtype=np.int32)
-        drawn = iter(completions(batch))
-        groups = []
-        for index, prompt in enumerate(request.prompts):
-            prompt_tokens: Int32Array = np.asarray(prompts[index], dtype=np.int32)
-            group = []
-            for seed in request.seeds[index].tolist():
-                tokens, logprobs, stopped = next(drawn)
-                group.append(
-                    Rollout(
-                        prompt=prompt,
-                        prompt_tokens=prompt_tokens,
-                        tokens=tokens,
-                        text=self._tokenizer.decode(tokens.tolist()),
-                        logprobs=logprobs,
-                        versions=versions_by_step[: tokens.size].copy(),
-                        finish="stop" if stopped else "length",
-                        seed=seed,
-                    )
+    def take(self, *, version: int) -> None:
+        """After a token of `version` was recorded in every active row."""
+        self._versions.append(version)
+        for index in self._batch.newly_finished():
+            self.groups[index] = self._group(index)
+            self._on_group(index, self.groups[index])
+
+    def _group(self, index: int) -> list[Rollout]:
+        size = self._request.group_size
+        versions: Int32Array = np.asarray(self._versions, dtype=np.int32)
+        prompt_tokens: Int32Array = np.asarray(self._prompts[index], dtype=np.int32)
+        rows = range(index * size, (index + 1) * size)
+        group = []
+        for row, seed in zip(rows, self._request.seeds[index].tolist(), strict=True):
+            tokens, logprobs, stopped = self._batch.completion(row)
+            group.append(
+                Rollout(
+                    prompt=self._request.prompts[index],
+                    prompt_tokens=prompt_tokens,
+                    tokens=tokens,
+                    text=self._tokenizer.decode(tokens.tolist()),
+                    logprobs=logprobs,
+                    versions=versions[: tokens.size].copy(),
+                    finish="stop" if stopped else "length",
+                    seed=seed,
                 )
-            groups.append(group)
-        return groups
+            )
+        return group
+
+
+def _keep_quiet(index: int, group: list[Rollout]) -> None:
+    """Tell nobody of a finished group."""
 
 
 @hookimpl

@@ -25,6 +25,7 @@ from ...orchestrator.errors import RunErrorCode, TaskError
 from ...orchestrator.executor import (
     ExecutorEvent,
     TaskFault,
+    TaskPart,
     TaskResult,
     TaskSpec,
     WorkerBootstrap,
@@ -97,6 +98,7 @@ class LocalExecutor:
 
     name: ClassVar[str] = "local"
     Config: ClassVar[type[Any]] = LocalConfig
+    delivers_parts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -261,6 +263,8 @@ class LocalExecutor:
             self._events.append(WorkerJoined(worker=worker.name))
         elif kind == "broken":
             self._last_failure = values["reason"]
+        elif kind == "part":
+            self._events.append(_part(worker, values, arrays))
         else:
             self._finish(worker, values, arrays)
 
@@ -349,6 +353,17 @@ class LocalExecutor:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             return worker.process.wait()
+
+
+def _part(worker: _Worker, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> TaskPart:
+    assert worker.spec is not None
+    return TaskPart(
+        task=worker.spec.task,
+        attempt=worker.spec.attempt,
+        worker=worker.name,
+        item=values["item"],
+        output=arrays["output"].tobytes(),
+    )
 
 
 @hookimpl

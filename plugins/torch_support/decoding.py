@@ -44,6 +44,8 @@ class DecodeBatch:
         self._row_lengths = self._prompt_lengths[self._prompt_of]
         self._finished = torch.zeros(num_rows, dtype=torch.bool)
         self._num_live = num_rows
+        self._group_size = group_size
+        self._live_in_group = np.full(len(prompts), group_size, dtype=np.int64)
         self._next_tokens = torch.zeros(num_rows, dtype=torch.int64)
         self._cache: Any = None
         self.num_drawn = 0
@@ -96,6 +98,24 @@ class DecodeBatch:
         self.stopped[stopped_rows] = True
         self._finished |= stops
         self._num_live -= stopped_rows.size
+        np.subtract.at(self._live_in_group, stopped_rows // self._group_size, 1)
+
+    def newly_finished(self) -> list[int]:
+        """Prompts whose last rollout is finished, each told once, in order."""
+        if self.num_drawn == self.tokens.shape[1]:
+            done = self._live_in_group >= 0
+        else:
+            done = self._live_in_group == 0
+        self._live_in_group[done] = -1
+        return [int(index) for index in done.nonzero()[0]]
+
+    def completion(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], bool]:
+        """A finished row's tokens [T], logprobs [T] and whether it stopped, as arrays of their
+        own."""
+        length = int(self.lengths[row])
+        tokens = self.tokens[row, :length].numpy().copy()
+        logprobs = self.logprobs[row, :length].numpy().copy()
+        return tokens, logprobs, bool(self.stopped[row])
 
     def compact(self) -> None:
         """Take finished rows out of the batch when that saves more than it costs."""
@@ -120,17 +140,6 @@ class DecodeBatch:
         sequences.scatter_(1, places, self.tokens[self._rows, :num_kept].long())
         self._module(sequences, cache=cache, at=torch.zeros(1, dtype=torch.int64))
         self._cache = cache
-
-
-def completions(
-    batch: DecodeBatch,
-) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], bool]]:
-    """Each row's tokens [T], logprobs [T] and whether it stopped, as arrays of their own."""
-    tokens, logprobs = batch.tokens.numpy(), batch.logprobs.numpy()
-    return [
-        (tokens[row, :length].copy(), logprobs[row, :length].copy(), bool(batch.stopped[row]))
-        for row, length in enumerate(batch.lengths.tolist())
-    ]
 
 
 def _right_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,71 @@
+"""Groups of a rollout task that go on while the others are still drawn, in a worker.
+
+A group handed on early is the one in the task's result, to the bit: whoever reads it cannot tell
+whether the task had ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from .errors import PluginError, RunErrorCode
+from .interfaces import Engine, GenerateRequest, StreamsGroups
+from .types import Rollout, RolloutGroup
+from .wire import pack_groups
+
+Emit = Callable[[int, bytes], None]
+"""Takes a part of a task that goes on: a group's position in the step, and the group, packed."""
+Generate = Callable[..., list[list[Rollout]]]
+"""`Engine.generate` without the engine."""
+
+
+class GroupStream:
+    """The groups of one rollout task, the first of them at position `first` in the step."""
+
+    def __init__(self, request: GenerateRequest, *, step: int, first: int, emit: Emit) -> None:
+        self._request = request
+        self._step = step
+        self._first = first
+        self._emit = emit
+        self._emitted: dict[int, bytes] = {}
+
+    def generator(self, engine: Engine) -> Generate:
+        """How the engine generates, handing on finished groups if it can."""
+        if isinstance(engine, StreamsGroups):
+            return partial(engine.stream, on_group=self._hand_on)
+        return engine.generate
+
+    def groups(self, rollouts: Sequence[Sequence[Rollout]], *, engine: str) -> list[RolloutGroup]:
+        """All groups, from what the engine returned.
+
+        Raises `PluginError` for another number of them than there are prompts, and for one that
+        is not as it was handed on.
+        """
+        if len(rollouts) != len(self._request.prompts):
+            raise PluginError(
+                f"engine {engine!r} completed {len(rollouts)} prompts; expected "
+                f"{len(self._request.prompts)}.",
+                code=RunErrorCode.BROKEN_PLUGIN,
+            )
+        groups = [self._group(index, members) for index, members in enumerate(rollouts)]
+        for index, data in self._emitted.items():
+            if pack_groups([groups[index]]) != data:
+                raise PluginError(
+                    f"engine {engine!r} handed on other rollouts of group {groups[index].id} than "
+                    "it returned.",
+                    code=RunErrorCode.BROKEN_PLUGIN,
+                )
+        return groups
+
+    def _hand_on(self, index: int, rollouts: Sequence[Rollout]) -> None:
+        data = self._emitted[index] = pack_groups([self._group(index, rollouts)])
+        self._emit(self._first + index, data)
+
+    def _group(self, index: int, rollouts: Sequence[Rollout]) -> RolloutGroup:
+        return RolloutGroup(
+            id=f"{self._step}/{self._first + index}",
+            step=self._step,
+            prompt=self._request.prompts[index],
+            rollouts=tuple(rollouts),
+        )
