@@ -1,11 +1,13 @@
 """Stage fusion against serial execution, the released greedy and the published results.
 
-    python -m benchmarks.fusion --json [--quick] [--seconds 30]
+    python -m benchmarks.fusion --json [--quick] [--seconds 30] [--part intra]
 
-Intra-stage: the twelve published instances, each searched for `--seconds` of wall clock with one
-seed a core; `seconds_to_makespan` is when the reported makespan was first found, the rest of the
-time lowers memory. Inter-stage: simulated speedups of the best threshold over serial execution,
-for each length preset, beside the inference share they depend on.
+Parts: `search`, the twelve published instances, each searched for `--seconds` of wall clock with
+one seed a core; `seconds_to_makespan` is when the reported makespan was first found, the rest of
+the time lowers memory. `intra`, real training steps by such schedules on simulated devices,
+against serial execution and the schedule's own prediction, and on this machine's own cores.
+`inter`, simulated speedups of the best threshold over serial execution, for each length preset,
+beside the inference share they depend on.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ from deltaloom.plugins.fusion.published import PublishedInstance, published_inst
 from deltaloom.plugins.fusion.schedule import evaluate
 from deltaloom.plugins.fusion.threshold import choose_threshold
 
+from ._fused_training import fused_training_row, own_cores_row
 from ._report import write_result
 
 DEFAULT_SECONDS = 30.0
 QUICK_SECONDS = 2.0
 QUICK_INSTANCES = (2, 5, 8, 11)
+TRAINED_INSTANCES = (2, 5, 8)
+"""Published instances that are trained by: eight workers, eight, and sixteen."""
+UNIT_SECONDS = 0.01
+NUM_ROUNDS = 3
 INFERENCE_SHARES = (0.05, 0.15, 0.3, 0.45, 0.6)
 NUM_ROLLOUTS = 512
 NUM_INSTANCES = 16
@@ -113,8 +120,8 @@ def inter_stage_row(preset: str, *, share: float, num_steps: int) -> Row:
     }
 
 
-def run(*, quick: bool, budget_seconds: float) -> Row:
-    """Both tables; `quick` keeps four small instances and one simulated step."""
+def search_part(*, quick: bool, budget_seconds: float) -> Row:
+    """The published instances; `quick` keeps four small ones."""
     num_seeds = os.cpu_count() or 1
     return {
         "num_seeds": num_seeds,
@@ -124,12 +131,45 @@ def run(*, quick: bool, budget_seconds: float) -> Row:
             for instance in published_instances()
             if not quick or instance.number in QUICK_INSTANCES
         ],
+    }
+
+
+def intra_part(*, quick: bool, budget_seconds: float) -> Row:
+    """Training by fused schedules; `quick` keeps one instance and one round."""
+    numbers = TRAINED_INSTANCES[:1] if quick else TRAINED_INSTANCES
+    rounds = 1 if quick else NUM_ROUNDS
+    instances = published_instances()
+    return {
+        "fused_training": [
+            fused_training_row(instances[number], unit_seconds=UNIT_SECONDS, num_rounds=rounds)
+            for number in numbers
+        ],
+        "own_cores": own_cores_row(
+            num_workers=2, hidden_size=32 if quick else 256, num_rounds=rounds
+        ),
+    }
+
+
+def inter_part(*, quick: bool, budget_seconds: float) -> Row:
+    """Simulated steps; `quick` draws one."""
+    return {
         "inter_stage": [
             inter_stage_row(preset, share=share, num_steps=1 if quick else 4)
             for preset in LENGTH_PRESETS
             for share in INFERENCE_SHARES
         ],
     }
+
+
+PARTS = {"search": search_part, "intra": intra_part, "inter": inter_part}
+
+
+def run(*, quick: bool, budget_seconds: float, parts: Sequence[str] = tuple(PARTS)) -> Row:
+    """The parts asked for, in one result."""
+    payload: Row = {}
+    for name in parts:
+        payload |= PARTS[name](quick=quick, budget_seconds=budget_seconds)
+    return payload
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
@@ -142,21 +182,34 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     )
 
 
+def _columns(name: str, rows: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    return COLUMNS if name == "intra_stage" else tuple(rows[0])
+
+
 def main() -> None:
     """Run, keep the result and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quick", action="store_true", help="four instances, short budgets")
     parser.add_argument("--seconds", type=float, help="wall-clock budget of one instance")
+    parser.add_argument("--part", choices=tuple(PARTS), help="only this part")
     options = parser.parse_args()
     default_seconds = QUICK_SECONDS if options.quick else DEFAULT_SECONDS
-    payload = run(quick=options.quick, budget_seconds=options.seconds or default_seconds)
-    write_result("fusion_quick" if options.quick else "fusion", payload)
+    payload = run(
+        quick=options.quick,
+        budget_seconds=options.seconds or default_seconds,
+        parts=(options.part,) if options.part else tuple(PARTS),
+    )
+    words = ["fusion", *([options.part] if options.part else []), *(["quick"] * options.quick)]
+    write_result("_".join(words), payload)
     if options.json:
         print(json.dumps(payload, indent=1))
-    else:
-        print(table(payload["intra_stage"], COLUMNS), end="\n\n")
-        print(table(payload["inter_stage"], tuple(payload["inter_stage"][0])))
+        return
+    for name, rows in payload.items():
+        if isinstance(rows, list):
+            print(f"{name}\n{table(rows, _columns(name, rows))}", end="\n\n")
+        else:
+            print(f"{name}: {rows}", end="\n\n")
 
 
 if __name__ == "__main__":

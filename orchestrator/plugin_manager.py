@@ -50,6 +50,7 @@ BUNDLED_PLUGINS = (
     "optimizers.pipemare",
     "optimizers.xpipe",
     "fusion.inter_planner",
+    "fusion.intra_planner",
     "fusion.prediction",
     "pipeline.prediction",
     "pipeline.trainer",
