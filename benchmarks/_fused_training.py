@@ -11,7 +11,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -150,20 +150,19 @@ def own_cores_row(*, num_workers: int, hidden_size: int, num_rounds: int) -> Row
             critic_hidden_size=hidden_size,
         )
     )
-    shared = {"micro_batch_rollouts": 8}
-    placed = {
-        "pipeline_workers": num_workers,
-        "actor_stages": num_workers,
-        "critic_stages": num_workers,
-        **shared,
-    }
+    serial = FusedTrainerConfig(
+        micro_batch_rollouts=8,
+        pipeline_workers=num_workers,
+        actor_stages=num_workers,
+        critic_stages=num_workers,
+    )
     problem = symmetric_problem(num_nodes=num_workers, a=(8, 1), b=(8, 1))
     found = search_schedule(problem, max_evaluations=20_000)
     trainers = {
-        "torch": TorchTrainer(TorchTrainerConfig(**shared), **_parts(model)),
-        "serial": FusedPipelineTrainer(FusedTrainerConfig(**placed), **_parts(model)),
+        "torch": TorchTrainer(TorchTrainerConfig(micro_batch_rollouts=8), **_parts(model)),
+        "serial": FusedPipelineTrainer(serial, **_parts(model)),
         "fused": FusedPipelineTrainer(
-            FusedTrainerConfig(**placed, order=found.schedule.lines()), **_parts(model)
+            replace(serial, order=found.schedule.lines()), **_parts(model)
         ),
     }
     seconds = _time_steps(trainers, num_rounds=num_rounds)

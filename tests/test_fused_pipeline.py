@@ -320,3 +320,58 @@ def test_a_worker_that_waits_too_long_says_for_what() -> None:
         check_tasks(tasks, placement)
     with pytest.raises(DeadlineError, match=r"worker 0 waited 0\.05 s for the input"):
         run_fused(_models(placement), _inputs(1), tasks, placement, deadline_seconds=0.05)
+
+
+class _Scaled(torch.nn.Module):
+    """A stage with one weight, whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
+        return self.weight * inputs
+
+
+def _scaled_gradients(
+    values: Sequence[float], order: Sequence[str], placement: Placement
+) -> list[float]:
+    """The gradient of every weight of both models, of the mean over micro-batches of `values`."""
+    first, second = (
+        StagedModel(
+            stages=[_Scaled() for _ in range(stages)],
+            loss=lambda output, number: output.sum() / len(values),
+        )
+        for stages in placement.num_stages
+    )
+    result = run_fused(
+        (first, second),
+        [
+            StageInputs(tokens=torch.tensor([value], dtype=torch.float64), at=torch.tensor([0]))
+            for value in values
+        ],
+        fused_tasks(order, placement, num_micro_batches=len(values)),
+        placement,
+        deadline_seconds=60.0,
+    )
+    return [stage["weight"].item() for model in result.gradients for stage in model]
+
+
+@pytest.mark.parametrize(("workers", "count"), [(8, 1), (4, 3), (4, 4), (4, 5)])
+def test_o1_fewer_micro_batches_than_stages_do_not_hang(workers: int, count: int) -> None:
+    placement = Placement(num_workers=workers, num_stages=(workers, workers))
+    problem = problem_of(workers, (workers, workers), num_micro_batches=count)
+    order = greedy_schedule(problem).lines()
+    values = [float(number) for number in range(count)]
+    mean = sum(value / count for value in values)
+    assert _scaled_gradients(values, order, placement) == pytest.approx([mean] * 2 * workers)
+
+
+def test_o2_rounds_of_micro_batches_do_not_change_the_gradients_scale() -> None:
+    """Four micro-batches a round, three rounds: 3.0, where rescaling each round gives 2.1875."""
+    values = [1.0] * 4 + [2.0] * 4 + [6.0] * 4
+    placement = Placement(num_workers=2, num_stages=(2, 2))
+    for per_round in (4, 12):
+        problem = problem_of(2, (2, 2), num_micro_batches=per_round)
+        found = _scaled_gradients(values, found_order(problem), placement)
+        assert found == pytest.approx([3.0] * 4)

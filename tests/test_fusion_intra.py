@@ -55,12 +55,15 @@ pipeline = Pipeline(
     steps=6,
 )
 """
-FUSION = (
-    "--set",
-    'pipeline.fusion=["fusion-intra"]',
-    "--set",
-    "fusion.fusion-intra.micro_batches=6",
-)
+FUSION = [
+    *("--set", 'pipeline.fusion=["fusion-intra"]'),
+    *("--set", "fusion.fusion-intra.micro_batches=6"),
+    *(
+        word
+        for name, cost in GIVEN.items()
+        for word in ("--set", f"fusion.fusion-intra.{name}={cost}")
+    ),
+]
 
 
 def ppo_pipeline(**overlay: Any) -> ResolvedPipeline:
@@ -175,6 +178,7 @@ def test_a_fused_run_is_the_plain_run_and_each_resumes_as_the_other(tmp_path: Pa
     pipeline = tmp_path / "ppo.py"
     pipeline.write_text(TINY_PPO, encoding="utf-8")
     plain, fused, mixed = (tmp_path / name for name in ("plain", "fused", "mixed"))
+    assert "fused: train.trainer = fused-pipeline" in deltaloom("plan", pipeline, *FUSION).out
     assert deltaloom("run", pipeline, "--run-dir", plain).status == 0
     done = deltaloom("run", pipeline, "--run-dir", fused, *FUSION)
     assert done.status == 0, done.err
