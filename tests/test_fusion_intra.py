@@ -55,6 +55,7 @@ pipeline = Pipeline(
     steps=6,
 )
 """
+BOTH = ("--set", 'pipeline.fusion=["fusion-inter", "fusion-intra"]')
 FUSION = [
     *("--set", 'pipeline.fusion=["fusion-intra"]'),
     *("--set", "fusion.fusion-intra.micro_batches=6"),
@@ -155,6 +156,23 @@ def test_a_module_that_cannot_be_cut_is_named() -> None:
         planned(whole, **dict.fromkeys(GIVEN, 0.0) | {"critic_memory": 1.0})
 
 
+def test_it_goes_with_inter_stage_fusion_and_asynchronous_rollouts() -> None:
+    request = RunRequest(
+        pipeline_path=PPO,
+        run_dir=None,
+        overlay={
+            "pipeline": {"fusion": ["fusion-inter", "fusion-intra"], "max_staleness": 2},
+            "fusion": {"fusion-intra": {**GIVEN, "max_evaluations": 500}},
+            "train": {"micro_batch_rollouts": 32},
+        },
+    )
+    plan = prepare(request).plan
+    inter, intra = plan.notes[-2:]
+    assert inter.startswith("fused: ")
+    assert intra.startswith("fused: train.trainer = fused-pipeline")
+    assert plan.template.lag == 2
+
+
 def test_the_benchmark_trains_by_the_schedules_it_predicts() -> None:
     instance = PublishedInstance(
         number=0,
@@ -180,7 +198,7 @@ def test_a_fused_run_is_the_plain_run_and_each_resumes_as_the_other(tmp_path: Pa
     plain, fused, mixed = (tmp_path / name for name in ("plain", "fused", "mixed"))
     assert "fused: train.trainer = fused-pipeline" in deltaloom("plan", pipeline, *FUSION).out
     assert deltaloom("run", pipeline, "--run-dir", plain).status == 0
-    done = deltaloom("run", pipeline, "--run-dir", fused, *FUSION)
+    done = deltaloom("run", pipeline, "--run-dir", fused, *FUSION, *BOTH)
     assert done.status == 0, done.err
     assert versions(fused) == versions(plain)
     assert _commits(fused) == _commits(plain)
