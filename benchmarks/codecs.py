@@ -3,7 +3,7 @@
     python -m benchmarks.codecs --deltas FOLDER --json [--quick] [--tile N]
 
 Sizes are measured over consecutive steps with the codec's history carried along. Speeds are GB of
-dense bf16 per second on copies of the set with at least 100 M elements, best of three, for the
+dense bf16 per second on copies of the set with at least 100 M elements, best of seven, for the
 last recorded step; `--quick` uses the set as it is.
 """
 
@@ -35,7 +35,7 @@ CODECS: Final[tuple[type[Any], ...]] = (
     full.FullCodec,
 )
 TILED_ELEMENTS: Final = 100_000_000
-REPEATS: Final = 3
+REPEATS: Final = 7
 STEADY_FROM: Final = 2
 """First step whose size counts: the first delta after an anchor has no history yet."""
 

@@ -56,6 +56,14 @@ class PipelineOptions:
     """Consecutive steps that may train on nothing before the run stops."""
     stall_seconds: float = 600.0
     """Longest the run may make no progress at all before it stops with a report of waits."""
+    store_bytes_per_second: float = 0.0
+    """Most that each process, the trainer's and every worker's, moves to and from the store; 0
+    for no limit."""
+    store_max_tries: int = 5
+    """Tries of one request to the store while it is unavailable, with growing pauses between."""
+    weights_cache: str = ""
+    """Folder in which the workers of a machine share what they have downloaded, so that an
+    interrupted download goes on and a second worker fetches nothing; empty for none."""
 
     def __post_init__(self) -> None:
         check_least(
@@ -69,6 +77,8 @@ class PipelineOptions:
             max_attempts=1,
             max_empty_steps=1,
             stall_seconds=1,
+            store_bytes_per_second=0,
+            store_max_tries=1,
         )
         if self.late_steps > self.max_staleness:
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from . import config
 from .dsl import ComponentChoice, NodeSpec, Pipeline
@@ -17,6 +17,19 @@ from .errors import ConfigError, RunErrorCode, suggest
 from .graph import Graph
 from .options import PipelineOptions
 from .plugin_manager import Plugins
+
+_OPERATIONAL: Final = (
+    "steps",
+    "workers",
+    "executor",
+    "fusion",
+    "stall_seconds",
+    "max_attempts",
+    "store_bytes_per_second",
+    "store_max_tries",
+    "weights_cache",
+)
+"""Options of the pipeline that no result depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +79,7 @@ class ResolvedPipeline:
     def config_digest(self) -> str:
         """Digest of the options that decide what is computed: not which workers compute it."""
         plain = {key: dict(value) for key, value in self.config.items()}
-        for key in ("steps", "workers", "executor", "fusion", "stall_seconds", "max_attempts"):
+        for key in _OPERATIONAL:
             plain["pipeline"].pop(key, None)
         for section in ("trackers", "executor", "fusion"):
             plain.pop(section, None)

@@ -37,7 +37,7 @@ from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
 from .worker_board import WorkerBoard
-from .worker_weights import codec_lookup
+from .worker_weights import codec_lookup, transfer_options
 
 if TYPE_CHECKING:
     from ..storage.publisher import Publisher
@@ -106,7 +106,7 @@ class Session:
     ) -> None:
         self._faults = faults
         self._prepared = prepared
-        self._repository = repository
+        self._repository = repository.limited(transfer_options(prepared.pipeline.options))
         self._pipeline = prepared.pipeline
         self._plugins = prepared.plugins
         self._run_dir = prepared.run_dir

@@ -271,13 +271,15 @@ class TaskRunner:
         return self._follow(engine)
 
     def _follow(self, holder: Holder) -> WorkerWeights[Holder]:
-        from .worker_weights import WorkerWeights
+        from .worker_weights import WorkerWeights, transfer_options
 
+        options = self._pipeline.options
         return WorkerWeights(
             holder,
             store_url=self._bootstrap.store_url,
             branch=self._bootstrap.branch,
             codecs=self._plugins.components["codec"],
+            transfer=transfer_options(options, cache=options.weights_cache),
         )
 
 

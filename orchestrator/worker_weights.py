@@ -12,8 +12,10 @@ from ..storage.codec import DeltaCodec
 from ..storage.errors import ErrorCode, SequenceError
 from ..storage.repository import PolicyRepository
 from ..storage.subscriber import StagedVersion, Subscriber
+from ..storage.transfer import TransferOptions
 from .in_flight import HeadFollower
 from .interfaces import WeightUpdate
+from .options import PipelineOptions
 
 
 class HoldsWeights(Protocol):
@@ -28,6 +30,15 @@ T = TypeVar("T", bound=HoldsWeights)
 def codec_lookup(classes: Mapping[str, type[Any]]) -> Mapping[str, DeltaCodec]:
     """An instance of every codec with its default options; decoding needs no others."""
     return {name: codec(codec.Config()) for name, codec in classes.items()}
+
+
+def transfer_options(options: PipelineOptions, *, cache: str = "") -> TransferOptions:
+    """What a process of a run may use of network and disk."""
+    return TransferOptions(
+        bytes_per_second=options.store_bytes_per_second or None,
+        max_tries=options.store_max_tries,
+        cache=cache or None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +57,19 @@ class WorkerWeights(Generic[T]):
     """Follows a branch of a store on behalf of one holder of weights."""
 
     def __init__(
-        self, holder: T, *, store_url: str, branch: str, codecs: Mapping[str, type[Any]]
+        self,
+        holder: T,
+        *,
+        store_url: str,
+        branch: str,
+        codecs: Mapping[str, type[Any]],
+        transfer: TransferOptions | None = None,
     ) -> None:
         self.holder = holder
         self._store_url = store_url
         self._branch = branch
         self._codecs = codec_lookup(codecs)
+        self._transfer = transfer
         self._repository: PolicyRepository | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
@@ -113,7 +131,9 @@ class WorkerWeights(Generic[T]):
 
     def _opened(self) -> PolicyRepository:
         if self._repository is None:
-            self._repository = PolicyRepository.open(self._store_url, read_only=True)
+            self._repository = PolicyRepository.open(
+                self._store_url, read_only=True, transfer=self._transfer
+            )
         return self._repository
 
     def _follow(self) -> Subscriber:

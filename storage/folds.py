@@ -138,6 +138,18 @@ def find_fold(
     return None
 
 
+def read_folds(repository: PolicyRepository, base: CommitInfo, target: CommitInfo) -> list[Link]:
+    """The fold between two versions as a chain of one link, none if it was never completed.
+
+    Raises `NotFoundError`, `IntegrityError` for a damaged one.
+    """
+    name = fold_name(base.snapshot_id, target.snapshot_id)
+    if FOLD_KEY not in repository.reserved_metadata(name):
+        return []
+    digest = base.state_digest
+    return [_read_fold(repository, base.snapshot_id, target, base_digest=digest)]
+
+
 def _read_fold(
     repository: PolicyRepository, base: str, target: CommitInfo, *, base_digest: str
 ) -> Link:

@@ -107,6 +107,12 @@ class PolicyRepository:
         backend = open_backend(location)
         return cls(backend, location=location, read_only=read_only, transfer=transfer)
 
+    def limited(self, transfer: TransferOptions) -> Self:
+        """The same store with other limits on what is moved, counted anew."""
+        return type(self)(
+            self._backend, location=self._location, read_only=self._read_only, transfer=transfer
+        )
+
     @classmethod
     def exists(cls, url: str | Path) -> bool:
         """Whether there is a store at the address."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .bits import PolicyTensors
 from .chain import CodecLookup, CodecState, check_target, fold
 from .errors import DeltaloomError, StorageError
+from .folds import list_folds, read_folds
 from .layout import STATE_GROUP
 from .opening import DEFAULT_BRANCH
 from .rebuild import load_links, read_anchor, read_payload, rebuild
@@ -58,13 +59,17 @@ def verify(
     """Check the versions of a branch (or those in `versions`), oldest first.
 
     Of each are checked: record, tensor list, tables, trainer state, the anchor where there is
-    one, and the tensors rebuilt by its delta. Raises nothing for damage: it is in the report.
+    one, the folds that lead to it, and the tensors rebuilt by its delta. Raises nothing for
+    damage: it is in the report.
     """
+    known = list_folds(repository)
     infos = [i for i in repository.log(branch) if versions is None or i.version in versions]
     faults: list[Fault] = []
     cursor: _Cursor | None = None
     for info in reversed(infos):
         found, cursor = _check_version(repository, codecs, info, cursor)
+        bases = [base for base, targets in known.items() if info.snapshot_id in targets]
+        found = [*found, *_check_folds(repository, codecs, info, bases)]
         faults += [
             Fault(version=info.version, snapshot_id=info.snapshot_id, error=e) for e in found
         ]
@@ -118,6 +123,22 @@ def _check_payload(repository: PolicyRepository, info: CommitInfo) -> None:
     delta = info.record.delta
     if info.is_anchor and delta is not None:
         read_payload(repository, info, delta.base_digest)
+
+
+def _check_folds(
+    repository: PolicyRepository, codecs: CodecLookup, info: CommitInfo, bases: Sequence[str]
+) -> list[DeltaloomError]:
+    """What is wrong with the folds from these snapshots to a version."""
+    errors: list[DeltaloomError] = []
+    for snapshot_id in bases:
+        try:
+            base = repository.info(snapshot_id)
+            if links := read_folds(repository, base, info):
+                tensors = rebuild(repository, base, codecs).tensors
+                check_target(fold(tensors, links, state=None, codecs=codecs, owned=True), info)
+        except StorageError as error:
+            errors.append(error)
+    return errors
 
 
 def _advance(

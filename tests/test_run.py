@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from deltaloom.orchestrator.inspect import StoredRun
 
 from .resume_support import task_lines
 from .run_support import command, deltaloom, tiny_pipeline, versions, worker_pids
@@ -60,6 +63,31 @@ def test_the_number_of_workers_does_not_change_the_run(
     done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", "--workers", str(workers))
     assert done.status == 0, done.err
     assert versions(tmp_path / "run") == versions(finished)
+
+
+def test_a_budget_and_a_cache_of_weights_do_not_change_the_run(
+    finished: Path, tmp_path: Path
+) -> None:
+    pipeline = tiny_pipeline(tmp_path, steps=6)
+    cache, run_dir = tmp_path / "cache", tmp_path / "run"
+    limits = ("--set", f"pipeline.weights_cache={cache}")
+    done = deltaloom("run", pipeline, "--run-dir", run_dir, "--steps", "3", *limits)
+    assert done.status == 0, done.err
+    kept = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    assert kept > weight_bytes(run_dir, {1}) > 0
+    rate = 200_000
+    started = time.monotonic()
+    limits = ("--set", f"pipeline.store_bytes_per_second={rate}")
+    done = deltaloom("resume", run_dir, "--steps", "6", *limits)
+    assert done.status == 0, done.err
+    assert time.monotonic() - started >= weight_bytes(run_dir, {4, 5, 6}) / rate
+    assert versions(run_dir) == versions(finished)
+
+
+def weight_bytes(run_dir: Path, versions: set[int]) -> int:
+    """What the weights of some versions take in the store."""
+    lines = StoredRun(run_dir).log()
+    return sum(line["weight_bytes"] for line in lines if line["version"] in versions)
 
 
 def test_another_seed_is_another_run(finished: Path, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher, Subscriber
 from deltaloom.storage.codec import Changes, History
-from deltaloom.storage.folds import fold_name, list_folds
+from deltaloom.storage.errors import ErrorCode
+from deltaloom.storage.folds import fold_name, list_folds, write_fold
+from deltaloom.storage.rebuild import rebuild
 from deltaloom.storage.retention import gc
 from deltaloom.storage.verify import verify
 
@@ -133,6 +135,9 @@ def test_whoever_finds_a_fold_damaged_follows_the_deltas(tmp_path: Path, damage:
     assert same(subscriber.tensors, STATES[version])
     late, _ = follow_to(repository, 0)
     assert same(late.activate(late.stage()).tensors, STATES[version])
+    faults = verify(repository, codecs()).faults
+    assert [fault.version for fault in faults] == ([] if damage == "never completed" else [version])
+    assert all("fold" in str(fault.error) for fault in faults)
 
 
 def test_folds_go_with_the_versions_they_are_between(tmp_path: Path) -> None:
@@ -148,3 +153,21 @@ def test_a_resumed_publisher_reads_the_anchor_for_its_folds(tmp_path: Path) -> N
     with Publisher.resume(repository, codec=CountCodec(), fold_every=4) as publisher:
         publish_all(publisher, STATES[4:5], first=4)
     assert follow_to(repository, 4)[1] == 1
+
+
+def test_a_fold_to_other_bits_than_the_versions_own_is_found(tmp_path: Path) -> None:
+    repository = folded_store(tmp_path / "s", STATES[:8], fold_every=0)
+    base, target = repository.info(0), repository.head()
+    rebuilt = rebuild(repository, repository.info(6), codecs())
+    assert rebuilt.state is not None
+    write_fold(
+        repository,
+        base=base,
+        target=target,
+        before=STATES[0],
+        after=rebuilt.tensors,
+        state=rebuilt.state,
+        worth_bytes=1 << 20,
+    )
+    [fault] = verify(repository, codecs()).faults
+    assert (fault.version, fault.error.code) == (target.version, ErrorCode.DIGEST_MISMATCH)
