@@ -20,6 +20,7 @@ from .opening import DEFAULT_BRANCH
 from .rebuild import links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
 from .repository import PolicyRepository
+from .spare import SpareCopy
 
 Source = Literal["none", "delta", "anchor"]
 
@@ -70,9 +71,15 @@ class Subscriber:
         codecs: CodecLookup,
         branch: str = DEFAULT_BRANCH,
         visibility_seconds: float | None = None,
+        double_buffered: bool = False,
     ) -> None:
         """`visibility_seconds`: how long an object of a committed version may take to appear
-        before it counts as lost; None means 5 s over a network and 0 otherwise."""
+        before it counts as lost; None means 5 s over a network and 0 otherwise.
+
+        `double_buffered`: hold a second copy, which staging writes to while the first one is
+        served, so that activating only exchanges them. `tensors` is then another object after
+        every activation, and the one before is written to by the next staging.
+        """
         if visibility_seconds is None:
             visibility_seconds = 5.0 if repository.is_remote else 0.0
         self._visibility_seconds = visibility_seconds
@@ -83,6 +90,7 @@ class Subscriber:
         self._tensors: PolicyTensors | None = None
         self._state: CodecState | None = None
         self._num_heals = 0
+        self._spare = SpareCopy() if double_buffered else None
 
     @property
     def active(self) -> CommitInfo | None:
@@ -142,7 +150,7 @@ class Subscriber:
         """
         target = self._target(version, minimum)
         try:
-            return self._once_visible(target)
+            return self._prepared(self._once_visible(target))
         except (SequenceError, IntegrityError):
             if not heal or self._active is None:
                 raise
@@ -170,9 +178,9 @@ class Subscriber:
                 remedy="Stage it again.",
             )
         if staged.source == "anchor":
-            self._tensors = staged.tensors
+            self._replace(staged.tensors)
         elif staged.changes:
-            apply_changes(dict(self._held_tensors().bits), staged.changes)
+            self._write(staged.changes)
         if staged.source != "none":
             self._state = staged.state
         self._active = staged.info
@@ -182,6 +190,26 @@ class Subscriber:
             tensors=self._held_tensors(),
             changes=staged.changes,
         )
+
+    def _prepared(self, staged: StagedVersion) -> StagedVersion:
+        """The staged version, with its changes in the spare copy if there is one."""
+        if self._spare is not None and staged.source == "delta" and staged.changes:
+            self._spare.prepare(self._held_tensors(), staged.changes)
+        return staged
+
+    def _write(self, changes: Changes) -> None:
+        """Bring the active copy from its version to the next."""
+        held = self._held_tensors()
+        if self._spare is None:
+            apply_changes(dict(held.bits), changes)
+            return
+        self._spare.prepare(held, changes)
+        self._tensors = self._spare.exchange(held)
+
+    def _replace(self, tensors: PolicyTensors | None) -> None:
+        self._tensors = tensors
+        if self._spare is not None:
+            self._spare.forget()
 
     def _once_visible(self, target: CommitInfo) -> StagedVersion:
         """Stage by the cheaper way, trying again while objects have not appeared yet."""

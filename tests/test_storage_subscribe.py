@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deltaloom.storage import PolicyRepository, Publisher, Subscriber
 from deltaloom.storage.errors import (
@@ -256,3 +258,35 @@ def test_receivers_at_different_versions_converge(store: Path) -> None:
         subscriber = follower_at(repository, start)
         assert subscriber.head() == 8
         assert same(subscriber.activate(subscriber.stage()).tensors, STATES[8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans(), st.booleans()), max_size=8))
+def test_a_second_copy_is_written_while_the_first_one_is_served(
+    store: Path, moves: list[tuple[int, bool, bool]]
+) -> None:
+    """Whatever is staged, let go, staged again and activated: what is served has its own bits."""
+    repository = PolicyRepository.open(store)
+    subscriber = Subscriber(repository, codecs=codecs(), double_buffered=True)
+    subscriber.activate(subscriber.stage(0))
+    let_go = subscriber.stage(1)
+    for version, heals, takes_it in moves:
+        target = max(version, subscriber.version)
+        staged = subscriber.heal(target) if heals else subscriber.stage(target)
+        assert same(subscriber.tensors, STATES[subscriber.version])
+        if takes_it:
+            assert same(subscriber.activate(staged).tensors, STATES[target])
+        elif let_go.base == staged.base:
+            assert same(subscriber.activate(let_go).tensors, STATES[1])
+    assert same(subscriber.tensors, STATES[subscriber.version])
+
+
+def test_activating_with_a_second_copy_only_exchanges_them(store: Path) -> None:
+    subscriber = Subscriber(PolicyRepository.open(store), codecs=codecs(), double_buffered=True)
+    subscriber.activate(subscriber.stage(0))
+    served = [subscriber.tensors]
+    for version in (1, 2, 3):
+        served.append(subscriber.activate(subscriber.stage(version)).tensors)
+    assert served[0] is served[2] is not served[1]
+    assert served[1] is served[3]
+    assert same(served[2], STATES[2])
