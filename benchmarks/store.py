@@ -4,8 +4,9 @@ A made-up bf16 policy changes by one step in the last place of 0.4 % of its elem
 learning rate of 1e-6; 96 % of them are drawn from the same half percent of all elements, so that 32
 deltas together touch some 2.5 times what one does, as measured on real runs (0.86 % against
 1.96 %). Timed are commits of deltas and of whole policies, staging and the pause of activating, the
-pause of an engine's module, the pause of a subscriber with two copies, and a chain of 32 deltas followed one by one, at once, and over a
-stored fold. Ratios are against copying the whole state, or following one by one, in the same run.
+pause of an engine's module, the pause of a subscriber with two copies, and a chain of 32 deltas
+followed one by one, at once, and over a stored fold. Ratios are against copying the whole state,
+or following one by one, in the same run.
 """
 
 from __future__ import annotations

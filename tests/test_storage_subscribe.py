@@ -284,9 +284,8 @@ def test_a_second_copy_is_written_while_the_first_one_is_served(
 def test_activating_with_a_second_copy_only_exchanges_them(store: Path) -> None:
     subscriber = Subscriber(PolicyRepository.open(store), codecs=codecs(), double_buffered=True)
     subscriber.activate(subscriber.stage(0))
-    served = [subscriber.tensors]
-    for version in (1, 2, 3):
-        served.append(subscriber.activate(subscriber.stage(version)).tensors)
+    first = subscriber.tensors
+    served = [first, *(subscriber.activate(subscriber.stage(v)).tensors for v in (1, 2, 3))]
     assert served[0] is served[2] is not served[1]
     assert served[1] is served[3]
     assert same(served[2], STATES[2])
