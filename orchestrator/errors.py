@@ -47,6 +47,8 @@ class RunErrorCode(StrEnum):
     NONFINITE_GRADIENT = "nonfinite-gradient"
     SCHEDULER_LOST = "scheduler-lost"
     NO_WORKER = "no-worker"
+    BAD_REVIEW = "bad-review"
+    FILE_EXISTS = "file-exists"
 
 
 class OrchestratorError(DeltaloomError):

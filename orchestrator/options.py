@@ -174,6 +174,9 @@ class TrainOptions:
     steps included. With 1, a step trains on exactly its own groups. Below 1, it trains on what is
     there, and the others are late: later steps train on them. A source that makes 1 / ready_share
     times the prompts wanted is over-provisioned, and the slowest are not waited for."""
+    vetoes: tuple[str, ...] = ()
+    """Reviews of the run's store, by id: groups with a rollout that one of them vetoed are dropped
+    whenever they are drawn again. Of use on a branch that starts before what was vetoed."""
     timeout_seconds: float = 3600.0
     """Longest one training step may take."""
 

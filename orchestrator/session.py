@@ -113,6 +113,7 @@ class Session:
         self._extra_observers = observers
         self._say = say
         self._codecs = codec_lookup(prepared.plugins.components["codec"])
+        self._vetoed = _vetoed(prepared.pipeline, repository)
         self._started = time.monotonic()
         self._executor: Executor | None = None
 
@@ -348,7 +349,7 @@ class Session:
         (publish,) = self._pipeline.by_role("publish")
         from_prompts = learns_from_prompts(self._pipeline)
         tokenizer = self._pipeline.model.create().tokenizer() if from_prompts else None
-        admit = Admission(self._pipeline, self._plugins)
+        admit = Admission(self._pipeline, self._plugins, vetoed=self._vetoed)
         last, every = self._pipeline.options.steps, publish.options.state_every
         fresh = start.head + 1 if start.first_attributes else -1
 
@@ -422,6 +423,19 @@ class Session:
         )
         with publisher:
             yield publisher
+
+
+def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping[str, str]:
+    """Who vetoed, by digest of the rollout, in the reviews that training is to respect.
+
+    Raises `NotFoundError` naming a review that the store does not have.
+    """
+    (train,) = pipeline.by_role("train") or (None,)
+    if train is None or not train.options.vetoes:
+        return {}
+    from .review.stored import stored_verdicts, vetoes
+
+    return vetoes(stored_verdicts(repository, reviews=train.options.vetoes))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .export import export_safetensors, import_safetensors
     from .graph import log_graph
     from .leases import Lease
+    from .notes import NoteInfo, find_note, list_notes, read_note, write_note
     from .packing import pack, unpack
     from .publisher import Publisher
     from .records import CommitInfo, VersionRef
@@ -31,6 +32,7 @@ _MODULES = {
     "CommitInfo": "records",
     "GcReport": "retention",
     "Lease": "leases",
+    "NoteInfo": "notes",
     "PolicyRepository": "repository",
     "PolicyTensors": "bits",
     "Publisher": "publisher",
@@ -46,15 +48,19 @@ _MODULES = {
     "VersionRef": "records",
     "describe_plan": "sharding",
     "export_safetensors": "export",
+    "find_note": "notes",
     "gc": "retention",
     "import_safetensors": "export",
+    "list_notes": "notes",
     "log_graph": "graph",
     "needs_anchor": "drafting",
     "pack": "packing",
     "plan_transfer": "sharding",
+    "read_note": "notes",
     "row_shares": "shares",
     "shares_of": "shares",
     "unpack": "packing",
+    "write_note": "notes",
 }
 
 __all__ = [
@@ -63,6 +69,7 @@ __all__ = [
     "CommitInfo",
     "GcReport",
     "Lease",
+    "NoteInfo",
     "PolicyRepository",
     "PolicyTensors",
     "Publisher",
@@ -78,15 +85,19 @@ __all__ = [
     "VersionRef",
     "describe_plan",
     "export_safetensors",
+    "find_note",
     "gc",
     "import_safetensors",
+    "list_notes",
     "log_graph",
     "needs_anchor",
     "pack",
     "plan_transfer",
+    "read_note",
     "row_shares",
     "shares_of",
     "unpack",
+    "write_note",
 ]
 
 

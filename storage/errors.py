@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     INVALID_ARGUMENT = "invalid-argument"
     UNSUPPORTED_DTYPE = "unsupported-dtype"
     OBJECT_MISSING = "object-missing"
+    NOTE_NOT_FOUND = "note-not-found"
 
 
 class DeltaloomError(Exception):

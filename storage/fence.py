@@ -53,6 +53,27 @@ class FileFence:
             self._locks.pop().release()
 
 
+class SharedFileFence:
+    """Holds the store's own lock with others: nothing is collected meanwhile."""
+
+    def __init__(self, store: Path, *, owner: str) -> None:
+        """Raises `ConflictError` (WRITER_FENCED) while garbage is collected."""
+        path = _lock_path(store, _STORE_LOCK)
+        try:
+            self._lock: _FileLock | None = _FileLock(path, owner=owner, shared=True)
+        except BlockingIOError as error:
+            raise ConflictError(
+                f"the garbage of {store} is being collected by {_read_holder(path)}.",
+                code=ErrorCode.WRITER_FENCED,
+                remedy="Try again when it is done.",
+            ) from error
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
 class ExclusiveFileFence:
     """Holds the store's own lock alone: no publisher is at work, and none can start."""
 

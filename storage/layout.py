@@ -14,6 +14,7 @@ FORMAT_VERSION: Final = 1
 ANCHOR_GROUP: Final = "policy/anchor"
 DELTA_GROUP: Final = "policy/delta"
 FOLD_GROUP: Final = "policy/fold"
+NOTE_GROUP: Final = "note"
 STATE_GROUP: Final = "trainer/state"
 DATA_ARRAY: Final = "data"
 """Name of the uint8 array of a packed group."""
@@ -24,6 +25,8 @@ SHARDS_KEY: Final = "shards"
 """Root attribute of a version with several payloads: the digest of each, by rank."""
 FOLD_KEY: Final = "deltaloom_fold"
 """Commit metadata key of a stored fold."""
+NOTE_KEY: Final = "deltaloom_note"
+"""Commit metadata key of a note."""
 SHARES_KEY: Final = "shares"
 """Root and anchor attribute of a version whose tensors are cut: who published which rows."""
 PIECES_KEY: Final = "pieces"
@@ -40,6 +43,10 @@ RESERVED_PREFIX: Final = "deltaloom."
 
 FOLD_PREFIX: Final = f"{RESERVED_PREFIX}fold."
 """Branches `deltaloom.fold.<base>.<target>` hold folds; they are not of versions."""
+NOTE_PREFIX: Final = f"{RESERVED_PREFIX}note."
+"""Branches `deltaloom.note.<kind>.<id>` hold notes; they are not of versions either."""
+BESIDE_PREFIXES: Final = (FOLD_PREFIX, NOTE_PREFIX)
+"""Reserved branches whose commits are no versions."""
 
 MAX_CHUNK_BYTES: Final = 32 * 1024 * 1024
 """Chunks are cut below this size, so that readers fetch and caches hold pieces of a tensor."""

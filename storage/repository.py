@@ -6,6 +6,7 @@ head) or `branch@number`.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -20,9 +21,16 @@ from .backend import translated
 from .bits import PolicyTensors, TensorSpec
 from .chain import CodecLookup
 from .errors import BackendError, ErrorCode, InputError, IntegrityError, NotFoundError
-from .fence import ExclusiveFileFence, Fence, FileFence, OpenFence, SetFence
+from .fence import (
+    ExclusiveFileFence,
+    Fence,
+    FileFence,
+    OpenFence,
+    SetFence,
+    SharedFileFence,
+)
 from .layout import (
-    FOLD_PREFIX,
+    BESIDE_PREFIXES,
     RECORD_KEY,
     RESERVED_PREFIX,
     STATE_GROUP,
@@ -345,6 +353,18 @@ class PolicyRepository:
         except BlockingIOError:
             return None
 
+    def shared_fence(self, *, owner: str) -> Fence:
+        """Keep garbage from being collected while something is written beside the versions.
+
+        Raises `ConflictError` (WRITER_FENCED) if it is being collected.
+        """
+        if self._location.kind is Kind.MEMORY:
+            return self._set_fence(f"{RESERVED_PREFIX}{uuid.uuid4().hex}", owner)
+        if self._location.path is None:
+            return OpenFence()
+        with self._looking_up("lock the store"):
+            return SharedFileFence(self._location.path, owner=owner)
+
     def fence(self, branch: str, *, owner: str) -> Fence:
         """Take the right to publish to a branch. Raises `ConflictError` (WRITER_FENCED)."""
         check_ref_name(branch, kind="branch")
@@ -377,7 +397,9 @@ class PolicyRepository:
         names = self.reserved_names(RESERVED_PREFIX)
         with self._looking_up("list reserved branches"):
             return {
-                n: self._backend.lookup_branch(n) for n in names if not n.startswith(FOLD_PREFIX)
+                n: self._backend.lookup_branch(n)
+                for n in names
+                if not n.startswith(BESIDE_PREFIXES)
             }
 
     def reserved_metadata(self, name: str) -> dict[str, Any]:

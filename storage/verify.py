@@ -10,6 +10,7 @@ from .chain import CodecLookup, CodecState, check_target, fold
 from .errors import DeltaloomError, StorageError
 from .folds import list_folds, read_folds
 from .layout import STATE_GROUP
+from .notes import check_notes
 from .opening import DEFAULT_BRANCH
 from .rebuild import load_links, read_anchor, read_payload, rebuild
 from .records import CommitInfo
@@ -19,9 +20,12 @@ from .tree import read_group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that is wrong with a version, as the error that reading it raised."""
+    """One thing that is wrong with a version, as the error that reading it raised.
 
-    version: int
+    Of a note, `version` is None and `snapshot_id` the note's branch.
+    """
+
+    version: int | None
     snapshot_id: str
     error: DeltaloomError
 
@@ -59,8 +63,8 @@ def verify(
     """Check the versions of a branch (or those in `versions`), oldest first.
 
     Of each are checked: record, tensor list, tables, trainer state, the anchor where there is
-    one, the folds that lead to it, and the tensors rebuilt by its delta. Raises nothing for
-    damage: it is in the report.
+    one, the folds that lead to it, and the tensors rebuilt by its delta; without `versions`, also
+    the notes of the store. Raises nothing for damage: it is in the report.
     """
     known = list_folds(repository)
     infos = [i for i in repository.log(branch) if versions is None or i.version in versions]
@@ -76,7 +80,9 @@ def verify(
         if progress is not None:
             progress(info)
         if faults and stop_at_first:
-            break
+            return VerifyReport(num_versions=len(infos), faults=tuple(faults))
+    if versions is None:
+        faults += [Fault(version=None, snapshot_id=n, error=e) for n, e in check_notes(repository)]
     return VerifyReport(num_versions=len(infos), faults=tuple(faults))
 
 

@@ -63,6 +63,7 @@ def test_the_page_says_what_the_run_is(page: Path, seen_run: Path) -> None:
     assert "train.optimizer.lr: 0.01 -&gt; 0.02" in text
     assert "<code>best</code> at 2" in text
     assert "packages.torch" in text
+    assert 'id="reviews"' not in text
     assert "rollout.max_new_tokens" in text
 
 

@@ -8,6 +8,7 @@ from . import (
     graph_commands,
     inspect_commands,
     report_commands,
+    review_commands,
     run_commands,
     simulate_commands,
     store_commands,
@@ -28,6 +29,7 @@ for module in (
     graph_commands,
     inspect_commands,
     report_commands,
+    review_commands,
     store_commands,
     simulate_commands,
 ):

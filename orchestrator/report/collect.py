@@ -11,7 +11,8 @@ from ..config import build_config
 from ..density import elements_by_kind
 from ..errors import PluginError
 from ..figures import Figures, figures_of
-from ..inspect import ledger_rows
+from ..review.stored import stored_verdicts
+from ..review.summary import summarize
 from .charts import byte_lines, density_heat
 from .lineage import BranchLine, branch_lines
 from .timeline import read_lines, run_times, timeline_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ...storage.repository import PolicyRepository
     from ..interfaces import Tokenizer
     from ..plugin_manager import Plugins
+    from ..review.verdicts import Verdict
     from ..run_dir import RunDir
 
 Json = dict[str, Any]
@@ -63,6 +65,8 @@ class RunReport:
     first and last."""
     timeline: Json | None
     state_digests: Mapping[int, str]
+    reviews: Json | None
+    """What reviewers said of the versions shown (`review.summary.summarize`), if they did."""
     data: Json = field(repr=False)
 
 
@@ -78,6 +82,8 @@ def collect(source: ReportSource, *, versions: range | None = None) -> RunReport
             code=ErrorCode.VERSION_NOT_FOUND,
         )
     figures = figures_of(chosen)
+    ids = {info.snapshot_id for info in chosen}
+    verdicts = [v for v in stored_verdicts(source.repository) if v.subject.snapshot_id in ids]
     timeline = _timeline(source, chosen)
     viewed = choose_versions(chosen)
     listed = {info.version: info for info in (chosen[0], *viewed, chosen[-1])}
@@ -93,7 +99,8 @@ def collect(source: ReportSource, *, versions: range | None = None) -> RunReport
         digests=[(v, i.snapshot_id, i.state_digest) for v, i in listed.items()],
         timeline=timeline,
         state_digests={info.version: info.state_digest for info in chosen},
-        data=_data(source, figures, viewed, chosen[-1], timeline),
+        reviews=summarize(verdicts) if verdicts else None,
+        data=_data(source, figures, viewed, chosen[-1], timeline, verdicts),
     )
 
 
@@ -103,10 +110,14 @@ def _data(
     viewed: Sequence[CommitInfo],
     last: CommitInfo,
     timeline: Json | None,
+    verdicts: Sequence[Verdict],
 ) -> Json:
     specs, _ = source.repository.tensor_list(last)
-    viewer = Viewer(source.repository, tokenizer_of(source))
-    shown = [viewer.version(info, ledger_rows(source.repository, info)) for info in viewed]
+    viewer = Viewer(source.repository, tokenizer_of(source.config, source.plugins))
+    said: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        said.setdefault(verdict.subject.snapshot_id, []).append(verdict)
+    shown = [viewer.version(info, said.get(info.snapshot_id, ())) for info in viewed]
     return {
         "name": source.name,
         "branch": source.branch,
@@ -132,12 +143,12 @@ def _timeline(source: ReportSource, infos: Sequence[CommitInfo]) -> Json | None:
     return timeline_of(read_lines(source.run_dir.tasks_file), times, lag=lag)
 
 
-def tokenizer_of(source: ReportSource) -> Tokenizer | None:
+def tokenizer_of(config: Mapping[str, Any], plugins: Plugins) -> Tokenizer | None:
     """The tokenizer of the run's model; None where its plugin, or a library it needs, is absent."""
-    values = dict(source.config.get("model", {}))
+    values = dict(config.get("model", {}))
     name = values.pop("name", "")
     try:
-        component = source.plugins.component("model", name)
+        component = plugins.component("model", name)
         model = component(build_config(component.Config, values, path="model"))
         tokenizer: Tokenizer = model.tokenizer()
     except PluginError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import differences
 from ..errors import PluginError, RunErrorCode
+from ..review.wording import agreement_rows
 from .charts import chart_lines, chart_shapes, charts_for
 from .lineage import draw_lineage
 
@@ -38,6 +39,7 @@ def render(reports: Sequence[RunReport]) -> str:
     environment.filters |= {"amount": amount, "size": size, "share": share, "seconds": seconds}
     page = environment.get_template("report.html.j2").render(
         runs=[_run_context(report) for report in reports],
+        reviewed=any(report.reviews for report in reports),
         comparison=_comparison(reports) if len(reports) > 1 else None,
         style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "report.js").read_text(encoding="utf-8"),
@@ -134,6 +136,8 @@ def _run_context(report: RunReport) -> Json:
         "branches": lineage,
         "lineage": draw_lineage(lineage),
         "timeline": report.timeline,
+        "reviews": report.reviews,
+        "agreement": agreement_rows(report.reviews) if report.reviews else [],
     }
 
 

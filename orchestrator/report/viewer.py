@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..batching import batch_from_columns
+from ..stored_rollouts import stored_groups
 from .thinning import spread
 
 if TYPE_CHECKING:
     from ...storage.records import CommitInfo
     from ...storage.repository import PolicyRepository
     from ..interfaces import Tokenizer
-    from ..types import TrainBatch
+    from ..review.verdicts import Verdict
+    from ..stored_rollouts import StoredGroup, StoredRollout
 
 Json = dict[str, Any]
 MAX_VERSIONS = 12
@@ -37,32 +37,6 @@ def choose_versions(
     return [infos[at] for at in spread(known, limit=limit)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """The table of rollouts left out, opened: row and outcome by group, tokens by row."""
-
-    values: Mapping[str, Any]
-    columns: Mapping[str, npt.NDArray[Any]]
-
-    def of(self, group_id: str) -> list[tuple[int, int, str]]:
-        """(row, position in the group, outcome) of a group's rollouts that were left out."""
-        return [
-            (row, int(position), outcome)
-            for row, (owner, position, outcome) in enumerate(self.values.get("left_out", ()))
-            if owner == group_id
-        ]
-
-    def piece(self, name: str, lengths: str, row: int) -> npt.NDArray[Any]:
-        ends = np.cumsum(self.columns[lengths])
-        return self.columns[name][ends[row] - self.columns[lengths][row] : ends[row]]
-
-    def prompt(self, group_id: str) -> npt.NDArray[Any]:
-        groups = self.values.get("prompt_groups", [])
-        if group_id not in groups:
-            return np.zeros(0, dtype=np.int32)
-        return self.piece("prompt_tokens", "prompt_lengths", groups.index(group_id))
-
-
 class Viewer:
     """Collects versions; `pieces` has the text of every token that was met."""
 
@@ -71,73 +45,49 @@ class Viewer:
         self._tokenizer = tokenizer
         self.pieces: dict[int, str] = {}
 
-    def version(self, info: CommitInfo, ledger: Sequence[Mapping[str, Any]]) -> Json:
-        """One version's groups, in the order of the ledger, as plain data."""
-        values, arrays = self._repository.read_table(info.snapshot_id, "batch")
-        batch = batch_from_columns(arrays, values)
-        left = _Left({}, {})
-        if "rollouts" in info.record.tables:
-            left = _Left(*self._repository.read_table(info.snapshot_id, "rollouts"))
-        groups = [self._group(row, batch, left) for row in ledger]
+    def version(self, info: CommitInfo, reviews: Sequence[Verdict] = ()) -> Json:
+        """One version's groups, in the order of the ledger, as plain data, with what reviewers
+        said of them."""
+        said: dict[tuple[str, int], list[Verdict]] = {}
+        for verdict in reviews:
+            said.setdefault((verdict.group, verdict.rollout), []).append(verdict)
         return {
             "version": info.version,
             "snapshot_id": info.snapshot_id,
             "reward": info.attributes["metrics"].get("reward"),
-            "groups": groups,
+            "groups": [self._group(g, said) for g in stored_groups(self._repository, info)],
         }
 
-    def _group(self, row: Mapping[str, Any], batch: TrainBatch, left: _Left) -> Json:
-        group_id = row["group_id"]
-        out = left.of(group_id)
-        taken = {position for _, position, _ in out}
-        free = (place for place in range(len(batch.lengths) + len(out)) if place not in taken)
-        trained = self._trained(group_id, batch, left)
-        rollouts = [{**rollout, "at": next(free)} for rollout in trained]
-        rollouts += [self._left_out(left, *found) for found in out]
+    def _group(self, group: StoredGroup, said: Mapping[tuple[str, int], Sequence[Verdict]]) -> Json:
+        row = group.row
+        prompt: list[int] = group.prompt_tokens[:MAX_ROW_TOKENS].tolist()
+        self._learn(prompt)
         return {
-            "id": group_id,
+            "id": group.id,
             "prompt_id": row["prompt_id"],
-            "prompt": self._prompt(group_id, batch, left),
-            "answer": left.values.get("answers", {}).get(group_id),
+            "prompt": prompt,
+            "answer": group.answer,
             "outcome": row["outcome"],
             "reasons": row["reasons"],
             "reward": row["reward_mean"],
-            "parts": left.values.get("parts", {}).get(group_id, []),
-            "rollouts": sorted(rollouts, key=lambda rollout: rollout["at"]),
+            "parts": group.parts,
+            "rollouts": [self._rollout(r, said.get((group.id, r.at), ())) for r in group.rollouts],
         }
 
-    def _trained(self, group_id: str, batch: TrainBatch, left: _Left) -> list[Json]:
-        if group_id not in batch.group_ids:
-            return []
-        differences = left.columns.get("logprob_difference", np.zeros(0))
-        ends = np.cumsum(batch.lengths)
-        rollouts = []
-        for row in np.flatnonzero(batch.group_index == batch.group_ids.index(group_id)):
-            piece = slice(int(ends[row] - batch.lengths[row]), int(ends[row]))
-            own = differences[piece] if differences.size else None
-            advantages = batch.advantages[piece]
-            rollouts.append(
-                {
-                    **self._tokens(batch.tokens[piece], batch.versions[piece]),
-                    "reward": _short(batch.rewards[row]),
-                    "advantage": _short(advantages[-1]) if advantages.size else None,
-                    "logprobs": _listed(batch.logprobs[piece]),
-                    "differences": None if own is None else _listed(own),
-                }
-            )
-        return rollouts
-
-    def _left_out(self, left: _Left, row: int, position: int, outcome: str) -> Json:
-        tokens = left.piece("tokens", "lengths", row)
-        versions = left.piece("versions", "lengths", row)
+    def _rollout(self, rollout: StoredRollout, verdicts: Sequence[Verdict]) -> Json:
+        advantages = rollout.advantages
+        logprobs, differences = rollout.logprobs, rollout.differences
         return {
-            **self._tokens(tokens, versions),
-            "reward": _short(left.columns["rewards"][row]),
-            "advantage": None,
-            "logprobs": None,
-            "differences": None,
-            "outcome": outcome,
-            "at": position,
+            **self._tokens(rollout.tokens, rollout.versions),
+            "at": rollout.at,
+            "reward": _short(rollout.reward),
+            "advantage": None
+            if advantages is None or not advantages.size
+            else _short(advantages[-1]),
+            "logprobs": None if logprobs is None else _listed(logprobs),
+            "differences": None if differences is None else _listed(differences),
+            **({"outcome": rollout.outcome} if rollout.outcome else {}),
+            **({"reviews": [verdict.words for verdict in verdicts]} if verdicts else {}),
         }
 
     def _tokens(self, tokens: npt.NDArray[Any], versions: npt.NDArray[Any]) -> Json:
@@ -149,19 +99,6 @@ class Viewer:
             "versions": produced[0] if len(set(produced)) == 1 else produced,
             "more": max(0, int(tokens.size) - MAX_ROW_TOKENS),
         }
-
-    def _prompt(self, group_id: str, batch: TrainBatch, left: _Left) -> list[int]:
-        tokens = left.prompt(group_id)
-        if group_id in batch.group_ids:
-            rows = np.flatnonzero(batch.group_index == batch.group_ids.index(group_id))
-            if rows.size:
-                ends = np.cumsum(batch.prompt_lengths)
-                row = int(rows[0])
-                start = int(ends[row] - batch.prompt_lengths[row])
-                tokens = batch.prompt_tokens[start : int(ends[row])]
-        shown: list[int] = tokens[:MAX_ROW_TOKENS].tolist()
-        self._learn(shown)
-        return shown
 
     def _learn(self, tokens: Sequence[int]) -> None:
         for token in tokens:

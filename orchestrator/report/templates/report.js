@@ -297,6 +297,7 @@ class RolloutViewer {
     const parts = this.group.parts[rollout.at];
     if (parts && Object.keys(parts).length) side.append(element("div", { text: Object.entries(parts).map(([k, v]) => `${k} ${shown(v)}`).join(", ") }));
     if (rollout.outcome) side.append(element("div", { class: rollout.outcome.startsWith("invalid") ? "bad" : "warn", text: rollout.outcome }));
+    for (const words of rollout.reviews || []) side.append(element("div", { class: "review", text: words }));
     const tokens = element("div", { class: "tokens" });
     rollout.tokens.forEach((token, place) => {
       const piece = this.run.pieces[token];
