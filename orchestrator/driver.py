@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .accounting import Accounting, Ledger, LedgerRow, since
@@ -175,6 +175,7 @@ class Driver:
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
         self._lost: dict[str, str] = {}
+        self._submitted: dict[TaskId, float] = {}
         self._late_tasks: dict[int, Sequence[TaskId]] = {}
         self._trained: dict[int, _Step] = {}
         self._empty_steps = 0
@@ -265,8 +266,9 @@ class Driver:
 
     def _on_result(self, result: TaskResult) -> list[Event]:
         started = time.monotonic() - self._started - result.seconds
+        seen = self._with_queue_time(result, started_seconds=started)
         for observer in self._observers:
-            observer.on_task(result, started_seconds=started)
+            observer.on_task(seen, started_seconds=started)
         if self._state.awaits(result.task, attempt=result.attempt):
             self._keep(result)
             self._results.add(result, codec=PORT_CODECS[self._output_kind(result.task.node)])
@@ -275,6 +277,14 @@ class Driver:
             elif result.task.node in self._state.template.outputs:
                 self._ledger.buffer(row.group_id for row in self._open_rows(result.task))
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
+
+    def _with_queue_time(self, result: TaskResult, *, started_seconds: float) -> TaskResult:
+        """The result with the seconds between its submission and its start, if it was submitted."""
+        submitted = self._submitted.pop(result.task, None)
+        if submitted is None:
+            return result
+        queued = max(0.0, started_seconds - submitted)
+        return replace(result, metrics={**result.metrics, "queued_seconds": queued})
 
     def _dispatch_examples(self, result: TaskResult) -> None:
         """Given completions need no rollout: they are ready as soon as they are known."""
@@ -356,6 +366,7 @@ class Driver:
             "skip": {str(i): score_to_json(score) for i, score in decided.items()},
             "parts": self._results.is_streamed(task.node),
         }
+        self._submitted[task] = time.monotonic() - self._started
         self._executor.submit(
             TaskSpec(
                 task=task,

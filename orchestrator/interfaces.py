@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..storage.bits import PolicyTensors
     from ..storage.codec import Changes
     from .resolve import ResolvedPipeline
+    from .sample_spans import SampleSpan
 
 
 class Component(Protocol):
@@ -375,6 +376,15 @@ class Tracker(Component, Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TracesSamples(Protocol):
+    """What a tracker has that follows groups through the processes of a run."""
+
+    def trace(self, spans: Sequence[SampleSpan]) -> None:
+        """The spans of the groups of a step, before the step's record."""
+        ...
 
 
 class Verifier(Component, Protocol):

@@ -63,6 +63,7 @@ BUNDLED_PLUGINS = (
     "trackers.prometheus",
     "trackers.tensorboard",
     "trackers.wandb",
+    "trackers.otel",
 )
 
 KINDS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,15 @@ from .accounting import Accounting
 from .committing import committed_of
 from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
-from .interfaces import Tracker
+from .inspect import ledger_rows
+from .interfaces import TracesSamples, Tracker
 from .plan import nondeterminism
 from .plugin_manager import Plugins
 from .progress import QuietProgress
+from .report.timeline import read_lines
 from .resolve import ResolvedPipeline
 from .run_dir import RunDir, append_json_line
+from .sample_spans import CommittedStep, TaskJournal, step_spans
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
@@ -38,7 +41,8 @@ class WorkerHooks(QuietProgress):
 
 
 class RunRecorder:
-    """The observer that every run has. `head` is the version it starts from."""
+    """The observer that every run has. `head` is the version it starts from; tasks of the nodes
+    `by_group` are of one group each."""
 
     def __init__(
         self,
@@ -48,25 +52,57 @@ class RunRecorder:
         *,
         branch: str,
         head: int,
+        by_group: Collection[str] = (),
     ) -> None:
         self._branch = branch
+        self._by_group = by_group
         self._run_dir = run_dir
         self._pipeline = pipeline
         self._repository = repository
         self._trackers: list[Tracker] = [
             part.create(run_dir=run_dir.records) for part in pipeline.trackers
         ]
+        self._tracing = [t for t in self._trackers if isinstance(t, TracesSamples)]
+        self._journal = self._read_journal() if self._tracing else TaskJournal()
         for tracker in self._trackers:
             self._log_missing(tracker, head)
+
+    def _read_journal(self) -> TaskJournal:
+        """Tasks of earlier attempts whose groups may still have to be traced."""
+        options = self._pipeline.options
+        oldest = min(t.last_step() for t in self._trackers) - options.max_staleness
+        lines = read_lines(self._run_dir.tasks_file)
+        return TaskJournal(lines, after_step=oldest, by_group=self._by_group)
 
     def _log_missing(self, tracker: Tracker, head: int) -> None:
         """Give a tracker the committed versions that a crash kept from it."""
         for version in range(tracker.last_step() + 1, head + 1):
-            tracker.log(stored_line(self._repository.info(version, branch=self._branch)))
+            info = self._repository.info(version, branch=self._branch)
+            if isinstance(tracker, TracesSamples):
+                tracker.trace(step_spans(self._step_of(info), self._journal))
+            tracker.log(stored_line(info))
+
+    def _step_of(self, info: CommitInfo) -> CommittedStep:
+        timing = info.attributes.get("timing") or {}
+        return CommittedStep(
+            run=self._repository.identity,
+            branch=self._branch,
+            version=info.version,
+            rows=ledger_rows(self._repository, info),
+            committed_at=datetime.fromisoformat(info.written_at).timestamp(),
+            trained_at=timing.get("trained_at"),
+            train_seconds=timing.get("train_seconds"),
+        )
+
+    def _trace(self, version: int) -> None:
+        step = self._step_of(self._repository.info(version, branch=self._branch))
+        spans = step_spans(step, self._journal)
+        for tracker in self._tracing:
+            tracker.trace(spans)
+        self._journal.drop(step.rows)
 
     def on_task(self, result: TaskResult, *, started_seconds: float) -> None:
-        append_json_line(
-            self._run_dir.tasks_file,
+        self._write_task(
             {
                 "task": str(result.task),
                 "role": self._pipeline.nodes[result.task.node].spec.role.value,
@@ -80,8 +116,7 @@ class RunRecorder:
         )
 
     def on_fault(self, fault: TaskFault) -> None:
-        append_json_line(
-            self._run_dir.tasks_file,
+        self._write_task(
             {
                 "task": str(fault.task),
                 "attempt": fault.attempt,
@@ -91,6 +126,11 @@ class RunRecorder:
                 "cause": fault.cause,
             },
         )
+
+    def _write_task(self, line: Mapping[str, Any]) -> None:
+        append_json_line(self._run_dir.tasks_file, line)
+        if self._tracing:
+            self._journal.add(line)
 
     def on_worker(self, event: WorkerEvent) -> None:
         reason = "" if isinstance(event, WorkerJoined) else event.reason
@@ -107,6 +147,8 @@ class RunRecorder:
 
     def on_step(self, record: StepRecord) -> None:
         line = step_line(record)
+        if self._tracing and record.committed is not None:
+            self._trace(record.committed.version)
         for tracker in self._trackers:
             tracker.log(line)
 

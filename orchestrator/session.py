@@ -332,6 +332,7 @@ class Session:
             self._repository,
             branch=self._prepared.manifest.branch,
             head=head,
+            by_group=[n.name for n in self._prepared.plan.template.nodes if n.by_group],
         )
 
     def _spool(self) -> ResultSpool | None:

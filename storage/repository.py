@@ -132,6 +132,11 @@ class PolicyRepository:
         return self._location.text
 
     @property
+    def identity(self) -> str:
+        """The id of the commit that made the store, the same wherever it is kept."""
+        return self._root_snapshot
+
+    @property
     def is_remote(self) -> bool:
         """Whether objects are reached over a network, where they may appear late."""
         return self._location.kind is Kind.S3
