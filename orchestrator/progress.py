@@ -125,6 +125,8 @@ def describe_step(record: StepRecord) -> str:
 
 def closing_text(summary: Mapping[str, Any]) -> str:
     """The closing summary: what changed, where it is, what to type next."""
+    if summary.get("slice"):
+        return "\n".join(_slice_lines(summary))
     run = shlex.quote(summary["run_dir"])
     if summary.get("already_finished"):
         head = f"the run is finished: {summary['versions']} versions; nothing was trained."
@@ -138,15 +140,39 @@ def closing_text(summary: Mapping[str, Any]) -> str:
         (
             head,
             f"published {published:,} bytes of weights; dense weights: {dense:,} bytes{share}",
-            f"rollouts: dispatched {summary['dispatched']} = trained {summary['trained']} "
-            f"+ dropped {summary['dropped']} + invalid {summary['invalid']} "
-            f"+ in flight {summary['in_flight']} + buffered {summary['buffered']}",
+            _account_line(summary),
             *_length_line(summary),
             f"stored in {summary['store']}",
             f"next: deltaloom log {run}",
             f"      deltaloom show {summary['versions']} --run {run}",
             f"      deltaloom diff 0 {summary['versions']} --run {run}",
         )
+    )
+
+
+def _slice_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What a slice that does not train made, where it is, and how to have more of it."""
+    made, run = summary["slice"], shlex.quote(summary["run_dir"])
+    nodes, steps = ", ".join(made["nodes"]), made["steps"]
+    if summary.get("already_finished"):
+        head = f"the slice up to {nodes} is finished; nothing was done."
+    else:
+        head = f"slice up to {nodes}: done in {summary['seconds']:.1f} s"
+    return [
+        head,
+        f"{made['items']} items of {steps} steps; the slice does not train, so no version was made",
+        *([_account_line(summary)] if summary["dispatched"] else []),
+        f"outputs in {made['file']}",
+        f"next: head -n 1 {shlex.quote(made['file'])}",
+        f"      deltaloom resume {run} --steps {steps + 1}",
+    ]
+
+
+def _account_line(summary: Mapping[str, Any]) -> str:
+    return (
+        f"rollouts: dispatched {summary['dispatched']} = trained {summary['trained']} "
+        f"+ dropped {summary['dropped']} + invalid {summary['invalid']} "
+        f"+ in flight {summary['in_flight']} + buffered {summary['buffered']}"
     )
 
 

@@ -161,14 +161,13 @@ def _driver_parts(row: Json, step: CommittedStep, ready: float) -> list[_Part]:
     """Admission, training and publishing."""
     trained_at = step.committed_at if step.trained_at is None else step.trained_at
     begun = trained_at - (step.train_seconds or 0.0)
-    facts = {"version": step.version}
-    decided = {**facts, "outcome": row["outcome"], "reasons": "; ".join(row["reasons"])}
+    decided = {"outcome": row["outcome"], "reasons": "; ".join(row["reasons"])}
     parts: list[_Part] = [("admit", DRIVER, ready, max(ready, begun), decided)]
     if row["trained"] and step.train_seconds is not None:
-        rollouts = {**facts, "rollouts": int(row["trained"])}
+        rollouts = {"rollouts": int(row["trained"])}
         parts.append(("train", DRIVER, begun, trained_at, rollouts))
     committed = max(trained_at, step.committed_at)
-    return [*parts, ("publish", DRIVER, trained_at, committed, facts)]
+    return [*parts, ("publish", DRIVER, trained_at, committed, {})]
 
 
 def _group_attributes(row: Json, step: CommittedStep) -> Json:
@@ -196,7 +195,10 @@ def _child(
         process=process,
         start_seconds=start,
         end_seconds=end,
-        attributes={"group": root.attributes["group"], **attributes},
+        attributes={
+            **{name: root.attributes[name] for name in ("group", "version")},
+            **attributes,
+        },
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..storage.layout import ANCHOR_GROUP, DELTA_GROUP, STATE_GROUP
+from ..storage.layout import ANCHOR_GROUP, DELTA_GROUP, NOTE_PREFIX, STATE_GROUP
 from .batching import batch_column_names
 from .run_dir import RunDir
 from .training import ledger_table
@@ -110,6 +110,12 @@ def _in_the_store() -> Sequence[SavedItem]:
             where="the commit",
             when="version 0 (but the last), the first of a branch",
             use="refusing another pipeline, replay",
+        ),
+        SavedItem(
+            what="what reviewers said of rollouts",
+            where=f"beside the versions, `{NOTE_PREFIX}review.*`",
+            when="each `review import`",
+            use="people, reward models, `train.vetoes`",
         ),
     )
 

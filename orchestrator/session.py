@@ -32,7 +32,7 @@ from .records import RunRecorder, WorkerHooks
 from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
-from .slices import SliceProgress, SliceWriter, read_progress
+from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
 from .training import StepOutcome, train_step
@@ -248,7 +248,7 @@ class Session:
         ]:
             summary = recorder.summary(totals, seconds=0.0)
             run_dirs.write_json(self._run_dir.summary_file, summary)
-        return {**summary, "already_finished": True}
+        return {**summary, **self._slice(), "already_finished": True}
 
     def _replay(self, trainer: Trainer, info: CommitInfo) -> Divergence | None:
         faults = self._faults
@@ -321,6 +321,7 @@ class Session:
         summary = recorder.summary(
             start.ledger.accounting(), seconds=time.monotonic() - self._started
         )
+        summary |= self._slice()
         run_dirs.write_json(self._run_dir.summary_file, summary)
         self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
         return summary
@@ -378,6 +379,13 @@ class Session:
             return replace(outcome, metrics=without_policy_metrics(outcome.metrics))
 
         return train
+
+    def _slice(self) -> Mapping[str, Any]:
+        """What the summary says of a slice that does not train; nothing of other runs."""
+        template = self._prepared.plan.template
+        if template.trains:
+            return {}
+        return {"slice": slice_summary(self._run_dir.outputs, template.outputs)}
 
     def _dismiss_workers(self) -> list[Mapping[str, Any]]:
         """Close the executor, if it was started; returns what its workers did last."""

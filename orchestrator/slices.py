@@ -44,6 +44,21 @@ def read_progress(directory: Path) -> SliceProgress:
     )
 
 
+def slice_summary(directory: Path, outputs: Sequence[str]) -> dict[str, Any]:
+    """What a slice has made: its last nodes, whole steps, items, and the file they are in."""
+    file = _output_file(directory, outputs)
+    return {
+        "nodes": list(outputs),
+        "steps": read_progress(directory).step,
+        "items": file.read_bytes().count(b"\n") if file.is_file() else 0,
+        "file": str(file),
+    }
+
+
+def _output_file(directory: Path, outputs: Sequence[str]) -> Path:
+    return directory / f"{'+'.join(outputs)}.jsonl"
+
+
 class SliceWriter:
     """Takes the place of training: writes each item to `outputs/<last nodes>.jsonl`.
 
@@ -51,7 +66,7 @@ class SliceWriter:
     """
 
     def __init__(self, directory: Path, outputs: Sequence[str], *, progress: SliceProgress) -> None:
-        self._path = directory / f"{'+'.join(outputs)}.jsonl"
+        self._path = _output_file(directory, outputs)
         self._accounting = progress.accounting
         directory.mkdir(parents=True, exist_ok=True)
         self._path.touch()

@@ -6,12 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from .run_support import REPOSITORY, deltaloom
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-FOLDER_READMES = ("orchestrator", "storage", "plugins", "pipelines")
+DOCUMENTED = ("orchestrator", "storage", "plugins", "pipelines", "docs")
 
 
 def blocks(language: str) -> list[str]:
@@ -61,12 +59,13 @@ def test_every_verb_is_in_the_table() -> None:
         assert re.search(rf"`{verb}\b", README), verb
 
 
-@pytest.mark.parametrize("folder", ["", *FOLDER_READMES])
-def test_links_and_named_files_exist(folder: str) -> None:
-    home = REPOSITORY / folder
-    text = (home / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (home / target).exists(), target
+def test_links_and_named_files_exist() -> None:
+    folders = [REPOSITORY / name for name in DOCUMENTED]
+    pages = [REPOSITORY / "README.md", *(page for f in folders for page in f.rglob("*.md"))]
+    assert len(pages) >= 9
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 def test_every_hook_is_in_the_plugin_reference() -> None:

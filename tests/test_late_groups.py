@@ -85,6 +85,24 @@ def test_a_straggler_is_trained_one_step_late_even_if_the_run_is_killed_between(
 
 
 @pytest.mark.slow
+def test_a_branch_leaves_late_groups_to_the_one_it_came_from(tmp_path: Path) -> None:
+    options = "max_staleness=1, late_steps=1,"
+    pipeline = held_pipeline(tmp_path, until=2, options=options, steps=2)
+    run_dir = tmp_path / "run"
+    start(pipeline, run_dir, workers=2)
+    assert StoredRun(run_dir).info("1").attributes["cursor"]["late"] == [[1, 1]]
+    assert closed_by(run_dir)["1/2"][0] == 2
+    resume(run_dir, from_ref="1", branch="fork")
+    fork = StoredRun(run_dir)
+    assert fork.branch == "fork"
+    closed = {row["group_id"] for v in ("1", "2") for row in fork.ledger(fork.info(v))}
+    assert closed == {"1/0", "1/1", *(f"2/{index}" for index in range(4))}
+    status = fork.status()
+    assert status["closed"]
+    assert status["accounting"]["dispatched"] == status["accounting"]["trained"] == (2 + 4) * 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop", "admit"])
 def test_what_is_too_old_is_dropped_by_name_or_admitted_and_measured(
     tmp_path: Path, policy: str

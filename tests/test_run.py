@@ -212,6 +212,16 @@ def test_a_slice_runs_without_training_and_keeps_its_outputs(tmp_path: Path) -> 
     assert [item["step"] for item in items] == [1] * 4 + [2] * 4
     assert all(len(item["scores"]) == 4 for item in items)
     assert [number for number, _, _ in versions(tmp_path / "run")] == [0]
+    first, made, account, where, *_ = done.out[done.out.index("slice up to") :].splitlines()
+    assert first.startswith("slice up to score: done in")
+    assert made == "8 items of 2 steps; the slice does not train, so no version was made"
+    assert account.startswith("rollouts: dispatched 32 = trained 0 + dropped 32")
+    assert where == f"outputs in {tmp_path / 'run' / 'outputs' / 'score.jsonl'}"
+    assert " 0 versions" not in done.out
+    again = deltaloom("resume", tmp_path / "run")
+    assert "the slice up to score is finished; nothing was done." in again.out
+    more = deltaloom("resume", tmp_path / "run", "--steps", "3", "--json")
+    assert (more.json["slice"]["items"], more.json["slice"]["steps"]) == (12, 3)
 
 
 def test_function_nodes_transform_and_filter_and_are_accounted_for(tmp_path: Path) -> None:

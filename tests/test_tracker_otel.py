@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from deltaloom.orchestrator.sample_spans import (
     TaskJournal,
     step_spans,
 )
+from deltaloom.plugins.trackers.otel import OtelConfig, OtelTracker
 
 from .run_support import deltaloom, tiny_pipeline
 
@@ -185,6 +186,27 @@ def attributes(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
+def test_a_share_of_the_groups_is_sent_whole_and_what_was_taken_is_noted(tmp_path: Path) -> None:
+    rows = [row(f"2/{index}", "gen/2/0") for index in range(40)]
+    spans = step_spans(replace(STEP, rows=rows), TaskJournal(JOURNAL))
+    chosen = {s.trace_id for s in spans if int(s.trace_id[:16], 16) < 2**62}
+    assert 0 < len(chosen) < 40
+    with collecting() as collector:
+        tracker = OtelTracker(OtelConfig(endpoint=collector.url, share=0.25), run_dir=tmp_path)
+        assert tracker.last_step() == 0
+        tracker.trace(spans)
+        tracker.log({"step": 2})
+        tracker.close()
+        assert OtelTracker(OtelConfig(endpoint=collector.url), run_dir=tmp_path).last_step() == 2
+    sent = collector.traces()
+    assert {trace.hex() for trace in sent} == chosen
+    assert sum(map(len, sent.values())) == sum(span.trace_id in chosen for span in spans)
+    for found in sent.values():
+        _, root = found["group"]
+        assert [event.name for event in root.events] == ["fault"]
+        assert root.start_time_unix_nano == 9_500_000_000
+
+
 @pytest.mark.slow
 def test_every_group_of_a_run_is_a_trace_across_its_processes(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(
@@ -202,7 +224,9 @@ def test_every_group_of_a_run_is_a_trace_across_its_processes(tmp_path: Path) ->
         assert done.status == 0, done.err
         _check_traces(collector, StoredRun(run), versions=range(1, 3))
         known = set(collector.traces())
-        (run / "otel-last-step.txt").write_text("1", encoding="ascii")
+        noted = run / "otel-last-step.txt"
+        assert noted.read_text(encoding="ascii") == "2"
+        noted.write_text("1", encoding="ascii")
         resumed = deltaloom("resume", run, "--steps", "3")
         assert resumed.status == 0, resumed.err
         _check_traces(collector, StoredRun(run), versions=range(1, 4))
@@ -254,11 +278,18 @@ def _check_traces(collector: Collector, stored: StoredRun, *, versions: range) -
 @pytest.mark.slow
 def test_a_run_without_its_collector_goes_on(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, steps=2, options='trackers=("jsonl", "otel"),')
-    overrides = ("trackers.otel.endpoint=http://127.0.0.1:9/v1/traces", "trackers.otel.share=0.5")
-    options = [word for item in overrides for word in ("--set", item)]
+    absent = ("--set", "trackers.otel.endpoint=http://127.0.0.1:9/v1/traces")
     timeout = ("--set", "trackers.otel.timeout_seconds=1.0")
-    done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", *options, *timeout, "--json")
+    done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", *absent, *timeout, "--json")
     assert done.status == 0, done.err
     assert done.json["versions"] == 2
+    assert not (tmp_path / "run" / "otel-last-step.txt").exists()
+    with collecting() as collector:
+        later = ("--set", f"trackers.otel.endpoint={collector.url}")
+        resumed = deltaloom("resume", tmp_path / "run", "--steps", "3", *later)
+        assert resumed.status == 0, resumed.err
+        versions = {attributes(span)["deltaloom.version"] for _, _, span in collector.spans}
+        assert versions == {1, 2, 3}
+        assert len(collector.traces()) == 3 * 4
     refused = deltaloom("plan", pipeline, "--set", "trackers.otel.share=0.0")
     assert (refused.status, "share must be in (0, 1]" in refused.err) == (2, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,19 +179,20 @@ def _export(request: _Request, target: StoreTarget) -> None:
         return
     typer.echo(f"{place}: {len(chosen)} rollouts of versions {made['versions']}")
     typer.echo("fill in score, veto, preferred_over, comment and reviewer, then:")
-    typer.echo(f"  deltaloom review{_run_words(request, target)} import {place}")
+    words = (*_run_words(request, target), "import", str(place))
+    typer.echo(f"  deltaloom review {shlex.join(words)}")
 
 
 def _import(request: _Request, target: StoreTarget) -> None:
     from ...storage.backend import translated
-    from ..review.lines import read_verdicts
+    from ..review.lines import decode_lines, read_verdicts
     from ..review.stored import store_verdicts
 
     file = request.file or Path()
     with translated("read the review", location=str(file)):
-        text = file.read_bytes().decode("utf-8-sig")
+        data = file.read_bytes()
     verdicts = read_verdicts(
-        text,
+        decode_lines(data, source=str(file)),
         source=str(file),
         find=_finder(target),
         reviewer=(request.reviewer or "").strip(),
@@ -371,10 +373,11 @@ def _write_lines(place: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         place.write_text(text, encoding="utf-8")
 
 
-def _run_words(request: _Request, target: StoreTarget) -> str:
+def _run_words(request: _Request, target: StoreTarget) -> tuple[str, ...]:
+    """How the run or store was named, for a command to type next."""
     if target.is_run:
-        return f" {request.run}" if request.run else ""
-    return f" --store {target.repository.location}"
+        return (str(request.run),) if request.run else ()
+    return "--store", target.repository.location
 
 
 def _nothing(words: str) -> RunError:

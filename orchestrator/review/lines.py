@@ -36,6 +36,18 @@ class _BadLineError(ValueError):
         self.problems = problems
 
 
+def decode_lines(data: bytes, *, source: str) -> str:
+    """The text of a file that people edited, with or without a byte order mark.
+
+    Raises `RunError` (BAD_REVIEW) naming the line that is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _refused(source, [_words(line, "", "is not UTF-8")]) from error
+
+
 def read_verdicts(text: str, *, source: str, find: Find, reviewer: str = "") -> list[Verdict]:
     """The verdicts in the lines of a file; lines on which nothing was filled in have none.
 

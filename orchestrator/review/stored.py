@@ -47,7 +47,9 @@ def stored_verdicts(
     """
     notes = stored_reviews(repository)
     if reviews is not None:
-        chosen = {find_note(repository, name, kind=REVIEW).id for name in reviews}
+        chosen = set(reviews)
+        for name in sorted(chosen - {info.id for info in notes}):
+            find_note(repository, name, kind=REVIEW)
         notes = [info for info in notes if info.id in chosen]
     holds: dict[tuple[str, str, str, int], Verdict] = {}
     for info in notes:

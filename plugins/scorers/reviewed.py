@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from ...orchestrator.errors import RunError, RunErrorCode
+from ...orchestrator.review.lines import decode_lines
 from ...orchestrator.review.pairs import TextPair, read_pairs, text_pair
 from ...orchestrator.review.stored import stored_verdicts
 from ...orchestrator.review.summary import preferred_pairs
@@ -50,7 +51,8 @@ class ReviewedPairs:
                 f"{path} has digest {found}, expected {digest}: it is not the file that was meant.",
                 code=RunErrorCode.RUN_MISMATCH,
             )
-        return cls(read_pairs(data.decode("utf-8-sig"), source=str(path)), source=str(path))
+        text = decode_lines(data, source=str(path))
+        return cls(read_pairs(text, source=str(path)), source=str(path))
 
     @classmethod
     def from_store(cls, url: str | Path, *, reviews: Sequence[str]) -> Self:

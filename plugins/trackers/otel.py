@@ -2,7 +2,7 @@
 
 A group is a trace; its spans carry the process they were in, worker or driver. They are sent when
 the group's version is committed, in the background: a collector that is slow or absent costs the
-run nothing but spans.
+run nothing. What it did not take, a resumed run sends again, with the same ids.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .._options import require
 _STATE_FILE = "otel-last-step.txt"
 _NANOSECONDS = 1_000_000_000
 _SAMPLED = 1
+_MAX_WAITING = 65_536
+"""Spans that may wait for the collector; those beyond are lost until the run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,50 @@ class OtelConfig:
         require(positive, option="timeout_seconds", expected="above 0", got=self.timeout_seconds)
 
 
+class Delivery:
+    """An exporter that keeps in a file up to which step the collector took everything.
+
+    Spans arrive in the order of their steps, so one of step k that was taken says that those
+    before k were; `finish` says the same of the last step. Nothing is noted after a failure.
+    """
+
+    def __init__(self, exporter: Any, file: Path) -> None:
+        self._exporter = exporter
+        self._file = file
+        self._num_taken = 0
+        self._failed = False
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send spans; called on the thread that sends."""
+        outcome = self._exporter.export(spans)
+        if outcome.name != "SUCCESS":
+            self._failed = True
+        if not self._failed:
+            self._num_taken += len(spans)
+            self._note(int(spans[-1].attributes["deltaloom.version"]) - 1)
+        return outcome
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
+
+    def finish(self, step: int, *, num_given: int) -> None:
+        """Note the last step, if all that was given out was taken."""
+        if not self._failed and self._num_taken == num_given:
+            self._note(step)
+
+    def last_step(self) -> int:
+        """The step noted, 0 if none."""
+        text = self._file.read_text(encoding="ascii") if self._file.is_file() else ""
+        return int(text) if text.isdigit() else 0
+
+    def _note(self, step: int) -> None:
+        if step > self.last_step():
+            self._file.write_text(str(step), encoding="ascii")
+
+
 class OtelTracker:
     """Hands finished spans to OpenTelemetry's batch processor, which sends them from a thread."""
 
@@ -61,33 +107,34 @@ class OtelTracker:
         self._config = config
         self._make_resource = resources.Resource
         self._resources: dict[str, Any] = {}
-        self._folder = Path(run_dir)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._processor = export.BatchSpanProcessor(
-            otlp.OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout_seconds)
-        )
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        exporter = otlp.OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout_seconds)
+        self._delivery = Delivery(exporter, folder / _STATE_FILE)
+        self._processor = export.BatchSpanProcessor(self._delivery, max_queue_size=_MAX_WAITING)
+        self._num_given = 0
+        self._step = self._delivery.last_step()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Note the step; its spans were handed over before."""
-        path = self._folder / _STATE_FILE
-        path.write_text(str(int(record["step"])), encoding="ascii")
+        """Only the step is of use; its spans were handed over before."""
+        self._step = int(record["step"])
 
     def trace(self, spans: Sequence[SampleSpan]) -> None:
         """Hand over the spans of a version's groups."""
         limit = self._config.share * 2**64
         for span in spans:
             if int(span.trace_id[:16], 16) < limit:
+                self._num_given += 1
                 self._processor.on_end(self._readable(span))
 
     def last_step(self) -> int:
-        """The newest step whose spans were handed over, 0 if none."""
-        path = self._folder / _STATE_FILE
-        text = path.read_text(encoding="ascii") if path.is_file() else ""
-        return int(text) if text.isdigit() else 0
+        """The newest step of which the collector took everything, 0 if none."""
+        return self._delivery.last_step()
 
     def close(self) -> None:
         """Send what is left, as far as the collector takes it in time."""
         self._processor.shutdown()
+        self._delivery.finish(self._step, num_given=self._num_given)
 
     def _readable(self, span: SampleSpan) -> Any:
         parent = None if span.parent_id is None else self._context(span.trace_id, span.parent_id)
