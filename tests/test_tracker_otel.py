@@ -253,8 +253,8 @@ def _check_traces(collector: Collector, stored: StoredRun, *, versions: range) -
     workers = set()
     for group, spans in groups.items():
         version, closed = rows[group]
-        order = ("dispatch", "generate", "score", "admit", "publish")
-        order = (*order[:4], "train", "publish") if closed["trained"] else order
+        training = ["train"] if closed["trained"] else []
+        order = ["dispatch", "generate", "score", "admit", *training, "publish"]
         assert spans.keys() >= set(order)
         root = spans["group"][1]
         facts = attributes(root)
