@@ -88,9 +88,7 @@ def _bits(gradients: Any) -> list[dict[str, bytes]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("workers", "stages"), [(2, (2, 2)), (4, (4, 2)), (4, (2, 1)), (1, (1, 1))]
-)
+@pytest.mark.parametrize(("workers", "stages"), [(2, (2, 2)), (4, (4, 2)), (4, (2, 1))])
 def test_weights_states_and_metrics_are_the_bits_of_the_torch_trainer(
     workers: int, stages: tuple[int, int]
 ) -> None:
@@ -109,9 +107,9 @@ def test_weights_states_and_metrics_are_the_bits_of_the_torch_trainer(
         fused_trainer(model, **placed, order=greedy_schedule(problem).lines(), num_passes=2),
         plain_trainer(model, micro_batch_rollouts=2, num_passes=2),
     ]
-    for step in range(3):
-        # 5, 9 and 13 rollouts: fewer micro-batches than the order is for, and more
-        batch = ppo_batch(5 + 4 * step, seed=step, version=step)
+    for step in range(2):
+        # 5 and 13 rollouts: fewer micro-batches than the order is for, and more
+        batch = ppo_batch(5 + 8 * step, seed=step, version=step)
         metrics = [dict(trainer.train_step(batch)) for trainer in trainers]
         assert metrics[1] == metrics[0]
         assert metrics[2] == metrics[0]
@@ -124,7 +122,7 @@ def test_weights_states_and_metrics_are_the_bits_of_the_torch_trainer(
         assert all(np.array_equal(first.arrays[key], second.arrays[key]) for key in first.arrays)
     trainers[0].load(fused[1])
     trainers[2].load(plain)
-    batch = ppo_batch(6, seed=9, version=3)
+    batch = ppo_batch(6, seed=9, version=2)
     assert trainers[0].train_step(batch) == trainers[2].train_step(batch)
     assert policy_bytes(trainers[0].policy()) == policy_bytes(trainers[2].policy())
 
