@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting
 from .batching import batch_to_columns, batch_values
-from .density import changed_by_kind
+from .density import changed_by_kind, counts_by_kind
 from .driver import Committed
 from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
+from .shared_publishing import SharedPublisher
 from .task_state import TaskId
 from .training import StepOutcome, ledger_table, trainer_attributes
 
 if TYPE_CHECKING:
+    from ..storage.drafting import Tables
     from ..storage.publisher import Publisher
     from ..storage.records import CommitInfo
 
@@ -33,7 +35,7 @@ class Committer:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: Publisher | SharedPublisher,
         plugins: Plugins,
         *,
         config_digest: str,
@@ -52,28 +54,18 @@ class Committer:
         The cursor names the next step, and the shards of earlier ones still to be consumed.
         """
         self._hook.before_policy_publish(version=outcome.step)
+        attributes = {
+            "step": outcome.step,
+            "cursor": cursor(outcome.step + 1, late),
+            "metrics": dict(outcome.metrics),
+            "accounting": accounting.to_json(),
+            "config_digest": self._config_digest,
+            **outcome.attributes,
+            "timing": dict(outcome.timing),
+            **self._first,
+        }
         try:
-            info = self._publisher.publish(
-                outcome.policy,
-                version=outcome.step,
-                tables={
-                    "ledger": ledger_table(outcome.rows),
-                    "batch": (batch_values(outcome.batch), batch_to_columns(outcome.batch)),
-                    "rollouts": (outcome.rollouts.values, outcome.rollouts.columns),
-                },
-                state=(outcome.state.values, outcome.state.arrays) if outcome.state else None,
-                attributes={
-                    "step": outcome.step,
-                    "cursor": cursor(outcome.step + 1, late),
-                    "metrics": dict(outcome.metrics),
-                    "accounting": accounting.to_json(),
-                    "config_digest": self._config_digest,
-                    **outcome.attributes,
-                    "timing": dict(outcome.timing),
-                    **self._first,
-                },
-                describe=lambda changes: {"changed": changed_by_kind(changes)},
-            )
+            info = self._publish(outcome, attributes)
         except BaseException as error:
             self._hook.on_policy_error(version=outcome.step, error=error)
             raise
@@ -83,6 +75,32 @@ class Committer:
             version=info.version, snapshot_id=info.snapshot_id, num_bytes=info.weight_bytes
         )
         return committed
+
+    def _publish(self, outcome: StepOutcome, attributes: Mapping[str, Any]) -> CommitInfo:
+        """The whole policy by its publisher, or the shares that the trainer's ranks staged."""
+        tables: Tables = {
+            "ledger": ledger_table(outcome.rows),
+            "batch": (batch_values(outcome.batch), batch_to_columns(outcome.batch)),
+            "rollouts": (outcome.rollouts.values, outcome.rollouts.columns),
+        }
+        state = (outcome.state.values, outcome.state.arrays) if outcome.state else None
+        if isinstance(self._publisher, SharedPublisher):
+            return self._publisher.publish(
+                version=outcome.step,
+                tables=tables,
+                state=state,
+                attributes=attributes,
+                describe=lambda changed: {"changed": counts_by_kind(changed)},
+            )
+        assert outcome.policy is not None
+        return self._publisher.publish(
+            outcome.policy,
+            version=outcome.step,
+            tables=tables,
+            state=state,
+            attributes=attributes,
+            describe=lambda changes: {"changed": changed_by_kind(changes)},
+        )
 
 
 def commit_initial(

@@ -24,7 +24,12 @@ def tensor_kind(name: str) -> str:
 
 def changed_by_kind(changes: Changes) -> dict[str, int]:
     """Changed elements by kind; kinds without any are absent."""
-    return _summed((name, change.num_changed) for name, change in changes.items())
+    return counts_by_kind({name: change.num_changed for name, change in changes.items()})
+
+
+def counts_by_kind(changed: Mapping[str, int]) -> dict[str, int]:
+    """The same, of changed elements by tensor."""
+    return _summed(changed.items())
 
 
 def elements_by_kind(specs: Iterable[TensorSpec]) -> dict[str, int]:

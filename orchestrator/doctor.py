@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,7 @@ def run_checks(*, store_url: str | None, plugins_dir: Path | None) -> list[Check
     checks: Sequence[Callable[[], Check]] = (
         check_python,
         *(lambda name=name: check_package(name) for name in REQUIRED),
+        check_titan,
         check_accelerator,
         check_memory,
         check_disk,
@@ -65,6 +66,36 @@ def check_package(name: str) -> Check:
             remedy=f"Install it: pip install {name}.",
         )
     return Check(name=name, verdict="ok", found=str(getattr(module, "__version__", "present")))
+
+
+def check_titan() -> Check:
+    """Whether trainer `titan` can be used; it is optional."""
+    wanted = {"torchtitan": "0.3.0", "torchmonarch": "0.7.0"}
+    found = {name: _installed_version(name) for name in wanted}
+    remedy = "Install it: pip install 'deltaloom[titan]'."
+    if not any(found.values()):
+        return Check(name="titan", verdict="ok", found=f"not installed (optional). {remedy}")
+    try:
+        for module in ("torchtitan", "monarch.actor"):
+            import_module(module)
+    except ImportError as error:
+        return Check(
+            name="titan",
+            verdict="warn",
+            found=str(error),
+            remedy=f"{remedy} The package `monarch` is another project: uninstall it.",
+        )
+    words = ", ".join(f"{name} {found[name] or 'missing'}" for name in wanted)
+    if found != wanted:
+        return Check(name="titan", verdict="warn", found=words, remedy=remedy)
+    return Check(name="titan", verdict="ok", found=words)
+
+
+def _installed_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def check_accelerator() -> Check:

@@ -49,6 +49,7 @@ class RunErrorCode(StrEnum):
     NO_WORKER = "no-worker"
     BAD_REVIEW = "bad-review"
     FILE_EXISTS = "file-exists"
+    RANK_LOST = "rank-lost"
 
 
 class OrchestratorError(DeltaloomError):

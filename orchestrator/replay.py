@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..storage.bits import state_digest, tensor_digest
+from ..storage.shares import cut_digest
 from .batching import batch_from_columns
 from .comparing import BitDistance, bit_distance
 from .errors import RunError, RunErrorCode
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..storage.chain import CodecLookup
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
+    from ..storage.shares import Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,10 @@ def check_bits(
     trainer: Trainer, repository: PolicyRepository, info: CommitInfo, codecs: CodecLookup
 ) -> ReplayedVersion:
     """Compare the trainer's policy with a committed version, by digest, else by bits."""
+    from ..storage.rebuild import read_shares
+
     policy = trainer.policy()
-    digest = policy_digest(policy)
+    digest = policy_digest(policy, read_shares(repository, info))
     distance = None
     if digest != info.state_digest:
         distance = bit_distance(repository.read_policy(info.snapshot_id, codecs), policy)
@@ -168,9 +172,12 @@ def check_bits(
     )
 
 
-def policy_digest(policy: PolicyTensors) -> str:
-    """The digest a commit of these tensors records as `state_digest`."""
-    digests = {spec.name: tensor_digest(policy.bits[spec.name]) for spec in policy.specs}
+def policy_digest(policy: PolicyTensors, shares: Shares | None = None) -> str:
+    """The digest a commit of these tensors, in these shares, records as `state_digest`."""
+    digests = {
+        name: cut_digest(bits, shares.pieces[name]) if shares else tensor_digest(bits)
+        for name, bits in policy.bits.items()
+    }
     return state_digest(policy.specs, digests)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from .admission import Admission
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver, Observer, TrainingRole
-from .errors import RunErrorCode, RunInterruptedError
+from .errors import ConfigError, RunErrorCode, RunInterruptedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
@@ -32,6 +32,7 @@ from .records import RunRecorder, WorkerHooks
 from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .run_dir import RunDir, RunManifest
+from .shared_publishing import SharedPublisher, ShareTarget, publishes_shares
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
@@ -285,6 +286,7 @@ class Session:
         )
         recorder = self._recorder(start.head)
         board = WorkerBoard(self._run_dir)
+        closing = ExitStack()
         try:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
@@ -297,7 +299,7 @@ class Session:
                 ledger=start.ledger,
                 training=self._training(trainer, algorithm, start),
                 committing=Committer(
-                    publisher,
+                    closing.enter_context(self._publisher_for(trainer, publisher)),
                     self._plugins,
                     config_digest=self._pipeline.config_digest,
                     first=start.first_attributes,
@@ -317,6 +319,7 @@ class Session:
             workers = self._dismiss_workers()
             recorder.close()
             trainer.close()
+            closing.close()
             board.show(workers, [], ended=True)
         summary = recorder.summary(
             start.ledger.accounting(), seconds=time.monotonic() - self._started
@@ -413,6 +416,53 @@ class Session:
         return executor
 
     @contextmanager
+    def _publisher_for(
+        self, trainer: Trainer, whole: Publisher
+    ) -> Iterator[Publisher | SharedPublisher]:
+        """The publisher that holds the branch; in its place the trainer's ranks, if they publish
+        their own shares."""
+        ranks = publishes_shares(trainer) if self._prepared.plan.template.trains else None
+        if ranks is None:
+            yield whole
+            return
+        from ..storage.sharded_publisher import ShardCoordinator
+
+        (publish,) = self._pipeline.by_role("publish")
+        if publish.options.fold_every:
+            raise ConfigError(
+                f"{publish.name}.fold_every: the trainer's ranks publish their own shares, of "
+                "which folds cannot be made.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Set it to 0, or train on one rank.",
+            )
+        shares = ranks.shares
+        assert shares is not None
+        codec = publish.components["codec"].create()
+        branch = self._prepared.manifest.branch
+        whole.close()
+        coordinator = ShardCoordinator(
+            self._repository,
+            codec=codec,
+            num_ranks=shares.num_ranks,
+            shares=shares,
+            branch=branch,
+            owner=_owner(),
+            anchor_every=publish.options.anchor_every,
+            max_chain_ratio=publish.options.max_chain_ratio,
+            select_anchor=self._plugins.hook.select_anchor,
+        )
+        with coordinator:
+            ranks.open_branch(
+                ShareTarget(
+                    store_url=self._prepared.manifest.store_url,
+                    branch=branch,
+                    codec=codec,
+                    codecs=self._codecs,
+                )
+            )
+            yield SharedPublisher(coordinator, ranks, faults=self._faults)
+
+    @contextmanager
     def _publishing(self, *, resume: bool) -> Iterator[Publisher]:
         from ..storage.publisher import Publisher
 
@@ -422,7 +472,7 @@ class Session:
             self._repository,
             codec=publish.components["codec"].create(),
             branch=self._prepared.manifest.branch,
-            owner=f"{socket.gethostname()}:{os.getpid()}",
+            owner=_owner(),
             anchor_every=publish.options.anchor_every,
             max_chain_ratio=publish.options.max_chain_ratio,
             fold_every=publish.options.fold_every,
@@ -445,6 +495,11 @@ def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping
     from .review.stored import stored_verdicts, vetoes
 
     return vetoes(stored_verdicts(repository, reviews=train.options.vetoes))
+
+
+def _owner() -> str:
+    """Who holds a branch, for those who find it taken."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @contextmanager

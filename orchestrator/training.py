@@ -16,6 +16,7 @@ from .batching import build_batch
 from .errors import PluginError, RunErrorCode, boundary
 from .interfaces import Algorithm, DescribesPolicy, GroupAdvantages, Trainer
 from .rollout_table import RolloutTable, rollout_outcome, rollout_table, token_differences
+from .shared_publishing import publishes_shares
 from .types import ScoredGroup, TrainBatch, TrainerState
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome(StepResult):
-    """What training one step made: the next version, ready to commit."""
+    """What training one step made: the next version, ready to commit.
+
+    `policy` is None where the trainer's ranks keep their own shares of it.
+    """
 
     batch: TrainBatch
-    policy: PolicyTensors
+    policy: PolicyTensors | None
     state: TrainerState | None
     rollouts: RolloutTable
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +79,7 @@ def train_step(
     batch = build_batch(admitted, advantages, policy_version=step - 1)
     with boundary(PluginError, f"trainer {trainer.name!r}, step {step}"):
         metrics = trainer.train_step(batch)
-        policy = trainer.policy()
+        policy = _next_policy(trainer, version=step)
         state = trainer.state() if with_state else None
         attributes = trainer_attributes(trainer)
         differences = token_differences(trainer)
@@ -109,6 +113,15 @@ def train_step(
         },
         timing={"train_seconds": trained_at - started, "trained_at": trained_at},
     )
+
+
+def _next_policy(trainer: Trainer, *, version: int) -> PolicyTensors | None:
+    """The policy to commit as `version`; None if the trainer's ranks have staged their shares."""
+    ranks = publishes_shares(trainer)
+    if ranks is None:
+        return trainer.policy()
+    ranks.stage(version)
+    return None
 
 
 def trainer_attributes(trainer: Trainer) -> Mapping[str, Any]:

@@ -62,7 +62,12 @@ class ShardReport:
     payload_bytes: int
     payload_digest: str
     history_digest: str
-    num_changed: int
+    changed: Mapping[str, int]
+    """Changed elements by tensor; tensors without any are absent."""
+
+    @property
+    def num_changed(self) -> int:
+        return sum(self.changed.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,7 @@ class ShardPublisher:
             payload_bytes=len(encoded.payload),
             payload_digest=payload.digest,
             history_digest=self._history.digest(),
-            num_changed=sum(change.num_changed for change in encoded.changes.values()),
+            changed={n: c.num_changed for n, c in encoded.changes.items() if c.num_changed},
         )
 
     def write(self, ticket: ShardTicket) -> icechunk.ForkSession:

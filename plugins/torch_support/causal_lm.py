@@ -156,11 +156,15 @@ def load_causal_lm(folder: Path) -> CausalLm:
 
 def random_causal_lm(folder: Path, *, seed: int) -> CausalLm:
     """The architecture of a folder's `config.json`, initialised as transformers does."""
-    library = _transformers()
-    config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    return random_causal_lm_of(config, seed=seed)
+
+
+def random_causal_lm_of(config: Any, *, seed: int) -> CausalLm:
+    """The architecture of a configuration of transformers, initialised as transformers does."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inner = library.AutoModelForCausalLM.from_config(
+        inner = _transformers().AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"
         )
     return CausalLm(inner)

@@ -1,0 +1,124 @@
+"""The driver's side of a mesh of ranks: start it, call all its ranks, name the one that died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+from ...orchestrator.errors import RunErrorCode, TaskError
+from .._extras import need
+
+if TYPE_CHECKING:
+    from .rank import Identity, RankSetup
+
+_AXIS = "ranks"
+_RENDEZVOUS_HOST = "127.0.0.1"
+_STOP_SECONDS = 10.0
+
+
+class RankMesh:
+    """Processes on this host, one a rank, that Monarch starts, calls and watches."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        """Start the processes and make their process group.
+
+        Raises `PluginError` without the extra, `TaskError` (RANK_LOST) if a rank dies on the way.
+        """
+        monarch = need("monarch.actor", by="trainer 'titan'", extra="titan")
+        from .actor import RankActor
+
+        monarch.unhandled_fault_hook = _leave_to_callers
+        pickle_by_value([setup.model, setup.algorithm, setup.optimizer])
+        bindings = need("monarch._rust_bindings", by="trainer 'titan'", extra="titan")
+        self._lost_errors = (bindings.monarch_hyperactor.supervision.SupervisionError,)
+        self._stop_errors = (*self._lost_errors, monarch.ActorError, TimeoutError)
+        self._num_ranks = setup.parallelism.num_ranks
+        self._identities: Sequence[Identity] = ()
+        self._handles: list[int] = []
+        self._processes = monarch.this_host().spawn_procs(per_host={_AXIS: self._num_ranks})
+        self._actors = self._processes.spawn("rank", RankActor, setup)
+        self._identities = self.train("identity")
+        self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
+        [port] = self.train_one(0, "open_store", _RENDEZVOUS_HOST)
+        self.train("join", _RENDEZVOUS_HOST, port)
+
+    @property
+    def identities(self) -> Sequence[Identity]:
+        """Which processes the ranks are."""
+        return self._identities
+
+    def train(self, method: str, *arguments: Any) -> list[Any]:
+        """What every rank's method gives, in their order; all are called together.
+
+        Raises the error of a rank that failed, or `TaskError` (RANK_LOST) naming one that died.
+        """
+        return self._call(self._actors.train, method, *arguments)
+
+    def train_one(self, rank: int, method: str, *arguments: Any) -> list[Any]:
+        """The same of one rank alone."""
+        return self._call(
+            self._actors.slice(**{_AXIS: slice(rank, rank + 1)}).train, method, *arguments
+        )
+
+    def publish(self, method: str, *arguments: Any) -> list[Any]:
+        """The same of the ranks' publishing, which goes on beside training."""
+        return self._call(self._actors.publish, method, *arguments)
+
+    def close(self) -> None:
+        """End all processes, also those that no longer answer. Safe to call twice."""
+        handles, self._handles = self._handles, []
+        if not handles:
+            return
+        with contextlib.suppress(*self._stop_errors):
+            self._processes.stop().get(timeout=_STOP_SECONDS)
+        for handle in handles:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+
+    def _call(self, endpoint: Any, method: str, *arguments: Any) -> list[Any]:
+        from .actor import RankFault
+
+        try:
+            answers = endpoint.call(method, *arguments).get()
+        except self._lost_errors as error:
+            raise self._lost(str(error), method) from error
+        values = [answer for _, answer in answers.items()]
+        for value in values:
+            if isinstance(value, RankFault):
+                value.error.add_note(value.trace)
+                raise value.error
+        return values
+
+    def _lost(self, report: str, method: str) -> TaskError:
+        """The error for a rank that Monarch reports dead, by its process and host."""
+        found = re.search(rf"'{_AXIS}': (\d+)/", report)
+        named = [i for i in self._identities if found and i.rank == int(found.group(1))]
+        who = named[0].words if named else f"a rank of {self._num_ranks}"
+        reason = report.strip().splitlines()[-1].strip()
+        return TaskError(
+            f"trainer 'titan' lost {who} of {self._num_ranks} during {method}: {reason}.",
+            code=RunErrorCode.RANK_LOST,
+            remedy="The version before this step is committed; resuming starts fresh ranks.",
+        )
+
+
+def pickle_by_value(objects: Sequence[object]) -> None:
+    """Have classes of one-file plugins travel whole: no other process can import their modules."""
+    cloudpickle = import_module("cloudpickle")  # Monarch's own
+    for value in objects:
+        name = type(value).__module__
+        if "." not in name and PathFinder.find_spec(name) is None and name in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+def _leave_to_callers(failure: Any) -> None:
+    """In place of Monarch's own hook, which ends the process: the call that the rank was working
+    on raises."""
