@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import icechunk
 
-    from ..storage.chain import CodecLookup
     from ..storage.codec import DeltaCodec
     from ..storage.drafting import Tables
     from ..storage.packing import Arrays, Values
@@ -29,7 +28,7 @@ class ShareTarget:
     store_url: str
     branch: str
     codec: DeltaCodec
-    codecs: CodecLookup
+    codecs: Mapping[str, DeltaCodec]
     """Of all codecs that versions on the branch may be written with."""
 
 

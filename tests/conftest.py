@@ -5,12 +5,16 @@ How long examples take to draw says how busy the machine is, and is not judged.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from .report_support import run_to_look_at
+
+collect_ignore = [] if find_spec("torchtitan") else ["test_titan.py"]
+"""Tests of the extra `titan` are there where it is installed."""
 
 PATIENT = [HealthCheck.too_slow]
 settings.register_profile("repeatable", derandomize=True, suppress_health_check=PATIENT)

@@ -91,11 +91,12 @@ class TitanModel:
         extra.
         """
         from ..titan_support.architecture import check_checkpoint, hf_config
-        from ..torch_support.causal_lm import random_causal_lm_of
+        from ..torch_support.causal_lm import CausalLm, random_causal_lm_of
 
         if not self._config.path:
             return random_causal_lm_of(hf_config(self.architecture), seed=seed)
         module = self._checkpoint.build(seed=seed)
+        assert isinstance(module, CausalLm)
         check_checkpoint(module.hf.config, self.architecture)
         return module
 

@@ -31,7 +31,7 @@ class RankFault:
     """Where in the rank it was raised."""
 
 
-class RankActor(Actor):
+class RankActor(Actor):  # type: ignore[misc]
     """Runs the methods of a `Rank` and of its `RankPublishing` by name."""
 
     def __init__(self, setup: RankSetup) -> None:
@@ -43,14 +43,14 @@ class RankActor(Actor):
         self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._publisher_thread = ThreadPoolExecutor(1, thread_name_prefix="publishing")
 
-    @concurrent_endpoint
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def train(self, method: str, *arguments: Any) -> Any:
         """A method of the rank."""
         loop = asyncio.get_running_loop()
         work = self._work(getattr(self._rank, method), arguments)
         return await loop.run_in_executor(self._trainer_thread, work)
 
-    @concurrent_endpoint
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def publish(self, method: str, *arguments: Any) -> Any:
         """A method of the rank's publishing."""
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.interfaces import Model
 from ...storage.bits import PolicyTensors, TensorSpec
 from ...storage.shares import Shares
@@ -47,8 +48,9 @@ class RankModule:
     """One rank's shard of the model. Collectives: all ranks call each method together."""
 
     def __init__(self, model: Any, *, seed: int, parallelism: Parallelism) -> None:
-        """Raises `PluginError` for a model that is not torchtitan's."""
+        """Raises `ConfigError` for tied embeddings under tensor parallelism."""
         spec = model_spec(model.architecture)
+        _check_spread(spec.model, parallelism)
         settings = _settings(parallelism)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=settings))
         self._adapter = spec.state_dict_adapter(spec.model, None)
@@ -77,8 +79,9 @@ class RankModule:
     def share(self, shares: Shares, *, rank: int, dtype: torch.dtype) -> PolicyTensors:
         """This rank's rows of every tensor, rounded to `dtype`, as copies.
 
-        Where the rank's own shard is not made of whole rows in HF's order (fused or permuted
-        projections, tensor parallelism), one tensor at a time is gathered on every rank.
+        Where the rank's own shard is not made of whole rows in HF's order, every rank gathers the
+        tensor and takes its rows: torchtitan's fused projections, all at once (its own way to
+        take them apart), and under tensor parallelism any other, one at a time.
         """
         bits = {}
         specs = []
@@ -114,6 +117,16 @@ class RankModule:
         whole = dict(model.build(seed=seed).state_dict())
         module.load_state_dict(self._adapter.from_hf(whole))
         return module
+
+
+def _check_spread(config: Any, parallelism: Parallelism) -> None:
+    """torchtitan spreads embedding and head as two tensors: tied ones would part."""
+    if parallelism.tensor_parallel > 1 and config.enable_weight_tying:
+        raise ConfigError(
+            "tensor_parallel must be 1 for a model with tied embeddings, got "
+            f"{parallelism.tensor_parallel}.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
 
 
 def _settings(parallelism: Parallelism) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
 from ...orchestrator.interfaces import Algorithm, Optimizer
@@ -86,7 +87,7 @@ class Rank:
         self._setup = setup
         self._rank = rank
         self._dtype = dtype_named(setup.policy_dtype)
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._seed = 0
         self._staged: dict[int, PolicyTensors] = {}
         self._staging = threading.Lock()
@@ -97,7 +98,7 @@ class Rank:
     def open_store(self, host: str) -> int:
         """Serve the rendezvous of all ranks; returns the port. Called on one rank."""
         num_ranks = self._setup.parallelism.num_ranks
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host, 0, num_ranks, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
         return int(self._store.port)
@@ -105,7 +106,7 @@ class Rank:
     def join(self, host: str, port: int) -> None:
         """Make the process group. Collective."""
         num_ranks = self._setup.parallelism.num_ranks
-        store = self._store or dist.TCPStore(
+        store = self._store or TCPStore(
             host, port, num_ranks, is_master=False, timeout=self._timeout
         )
         if torch.accelerator.is_available():

@@ -1,0 +1,301 @@
+"""Trainer `titan` on real meshes: ranks agree with one process, die, and are started afresh."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltaloom.orchestrator.comparing import compare_runs
+from deltaloom.orchestrator.errors import ConfigError, PluginError, RunErrorCode, TaskError
+from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.plugins.models.titan import TitanModel, TitanModelConfig
+from deltaloom.plugins.titan_support.architecture import hf_config
+from deltaloom.plugins.titan_support.names import Family
+
+from .rl_support import small_model
+from .run_support import Done, deltaloom
+from .titan_support import (
+    is_running,
+    make_batch,
+    single_process_trainer,
+    titan_model,
+    titan_trainer,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.titan, pytest.mark.timeout(600)]
+
+NUM_STEPS = 6
+PIPELINE = """
+from deltaloom.orchestrator import Pipeline, Prompt, publish, rollout, score, source, train, use
+from deltaloom.plugins.scorers.exact import position_match
+
+
+def prompts(step, rng):
+    texts = ["".join(rng.choices("0123456789", k=2)) for _ in range(4)]
+    return [Prompt(text + "=", answer=text[::-1]) for text in texts]
+
+
+pipeline = Pipeline(
+    source(prompts, to="prompts"),
+    rollout("prompts", to="groups", engine="torch", group_size=4, max_new_tokens=3,
+            prompts_per_task=2),
+    score("groups", to="scored", by=position_match),
+    train("scored", trainer="titan", num_ranks=2, lr=1e-3),
+    publish(codec="raw", anchor_every=4, state_every=2),
+    model=use("titan", alphabet="0123456789=", num_layers=1),
+    steps={steps},
+    workers=1,
+)
+"""
+KILLER = """
+import os
+import signal
+from pathlib import Path
+
+from deltaloom.orchestrator import hookimpl
+
+MARK = Path({mark!r})
+
+
+def children():
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (process / "stat").read_text().rpartition(")")[2].split()
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(status[1]) == os.getpid() and b"monarch" in command:
+            yield int(process.name)
+
+
+@hookimpl
+def before_policy_publish(version):
+    if version == 3 and not MARK.exists():
+        MARK.touch()
+        ranks = sorted(children())
+        MARK.write_text(" ".join(map(str, ranks)))
+        os.kill({victim}, signal.SIGKILL)
+"""
+
+
+def _curve(trainer: Any, num_steps: int) -> list[dict[str, float]]:
+    return [dict(trainer.train_step(make_batch(step))) for step in range(num_steps)]
+
+
+def _assert_close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    for step, (first, second) in enumerate(zip(one, other, strict=True)):
+        for name in ("loss", "grad_norm", "entropy", "kl_rollout", "ratio_mean", "tokens"):
+            assert second[name] == pytest.approx(first[name], rel=2e-3, abs=2e-4), (step, name)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_two_ranks_train_as_one_process_does(family: Family) -> None:
+    single = single_process_trainer(family)
+    single.initialize(seed=1)
+    start = single.policy()
+    curve = _curve(single, 4)
+    for num_ranks, size in ((1, 0), (2, 2)):
+        with titan_trainer(num_ranks, family=family, micro_batch_rollouts=size) as trainer:
+            trainer.initialize(seed=1)
+            policy = trainer.policy()
+            assert policy.specs == start.specs
+            assert all(np.array_equal(policy.bits[n], start.bits[n]) for n in start.bits)
+            _assert_close(curve, _curve(trainer, 4))
+            differences = trainer.logprob_differences()
+            assert differences.shape == make_batch(3).tokens.shape
+            np.testing.assert_allclose(differences, single.logprob_differences(), atol=2e-3)
+
+
+def test_tensor_parallel_ranks_train_as_one_process_does() -> None:
+    single = single_process_trainer()
+    single.initialize(seed=1)
+    start = single.policy()
+    with titan_trainer(2, tensor_parallel=2) as trainer:
+        trainer.initialize(seed=1)
+        policy = trainer.policy()
+        assert all(np.array_equal(policy.bits[n], start.bits[n]) for n in start.bits)
+        _assert_close(_curve(single, 3), _curve(trainer, 3))
+    with (
+        titan_trainer(2, family="qwen3", tensor_parallel=2) as tied,
+        pytest.raises(ConfigError, match="tied"),
+    ):
+        tied.initialize(seed=1)
+
+
+def test_a_state_of_two_ranks_goes_on_with_one() -> None:
+    options: dict[str, Any] = {
+        "schedule_steps": 6,
+        "schedule_warmup_steps": 2,
+        "schedule_decay_ratio": 0.5,
+    }
+    with titan_trainer(2, **options) as two, titan_trainer(1, **options) as one:
+        two.initialize(seed=1)
+        rates = [two.train_step(make_batch(step))["learning_rate"] for step in range(3)]
+        assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+        state, policy = two.state(), two.policy()
+        one.load(state)
+        loaded, again = one.policy(), one.state()
+        assert all(np.array_equal(policy.bits[n], loaded.bits[n]) for n in policy.bits)
+        assert again.arrays.keys() == state.arrays.keys()
+        assert all(np.array_equal(again.arrays[n], state.arrays[n]) for n in state.arrays)
+        assert again.values == state.values
+        steps = [[dict(t.train_step(make_batch(s))) for s in (3, 4)] for t in (two, one)]
+        _assert_close(*steps)
+        rates = [metrics["learning_rate"] for metrics in steps[1]]
+        assert rates == [metrics["learning_rate"] for metrics in steps[0]]
+        assert rates[-1] < 1e-3
+        before = one.policy()
+        assert one.train_step(make_batch(5, num_rollouts=0))["empty"] == 1.0
+        assert all(np.array_equal(before.bits[n], b) for n, b in one.policy().bits.items())
+
+
+def test_a_dead_rank_is_named_and_the_others_end() -> None:
+    with titan_trainer(2) as trainer:
+        trainer.initialize(seed=1)
+        ranks = trainer.identities
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(TaskError, match=r"rank 1 \(process \d+ on host ") as caught:
+            trainer.train_step(make_batch(0))
+        assert caught.value.code == RunErrorCode.RANK_LOST
+        assert str(ranks[1].pid) in str(caught.value)
+        assert ranks[1].host in str(caught.value)
+        trainer.close()
+        assert not any(is_running(rank.pid) for rank in ranks)
+        trainer.initialize(seed=1)
+        assert trainer.train_step(make_batch(0))["tokens"] > 0
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with (
+        titan_trainer(1, model=small_model()) as trainer,
+        pytest.raises(PluginError, match="model 'transformer'"),
+    ):
+        trainer.initialize(seed=0)
+    for options, part in (
+        ({"size": "debugmodle"}, "Did you mean 'debugmodel'"),
+        ({"family": "qwen3", "size": "debugmodel_moe"}, "experts"),
+    ):
+        model = TitanModel(TitanModelConfig(alphabet="01", **options))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=part):
+            model.build(seed=0)
+
+
+def test_sizes_are_those_of_published_checkpoints() -> None:
+    sizes = {
+        ("llama3", "8B"): (4096, 14336, 32, 32, 8, 128, 128256, False),
+        ("llama3", "1B"): (2048, 8192, 16, 32, 8, 64, 128256, True),
+        ("qwen3", "0.6B"): (1024, 3072, 28, 16, 8, 128, 151936, True),
+    }
+    for (family, size), wanted in sizes.items():
+        config: Any = {"family": family, "size": size, "path": "x"}
+        found = hf_config(TitanModel(TitanModelConfig(**config)).architecture)
+        assert wanted == (
+            found.hidden_size,
+            found.intermediate_size,
+            found.num_hidden_layers,
+            found.num_attention_heads,
+            found.num_key_value_heads,
+            found.head_dim,
+            found.vocab_size,
+            found.tie_word_embeddings,
+        )
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    model = titan_model()
+    module: Any = model.build(seed=0)
+    module.hf.save_pretrained(tmp_path)
+    _save_tokenizer(tmp_path)
+    given: Any = {"path": str(tmp_path), "num_layers": 2}
+    with pytest.raises(ConfigError, match="vocab_size 12 instead of 2048"):
+        TitanModel(TitanModelConfig(**given)).build(seed=0)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """The least that counts as one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({"<end>": 0, "a": 1}, unk_token="<end>")).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+
+
+def _write(folder: Path, *, victim: str = "", steps: int = NUM_STEPS) -> list[str | Path]:
+    """A pipeline and the options of a run of it; `victim` is killed at version 3."""
+    folder.mkdir(exist_ok=True)
+    (folder / "pipeline.py").write_text(PIPELINE.format(steps=steps))
+    options: list[str | Path] = [folder / "pipeline.py", "--run-dir", folder / "run"]
+    if victim:
+        (folder / "plugins").mkdir()
+        text = KILLER.format(mark=str(folder / "mark"), victim=victim)
+        (folder / "plugins" / "killer.py").write_text(text)
+        options += ["--plugins-dir", folder / "plugins"]
+    return options
+
+
+def _run(*arguments: str | Path) -> Done:
+    return deltaloom(*arguments, timeout_seconds=400)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = _run("run", *_write(folder / "whole"))
+    assert done.status == 0, done.err
+    return folder / "whole" / "run"
+
+
+def test_each_rank_publishes_its_own_rows(whole: Path) -> None:
+    stored = StoredRun(whole)
+    for info in stored.repository.log():
+        if info.version:
+            assert info.record.delta is not None
+            assert info.record.delta.num_shards == 2
+            assert info.record.delta.shares_digest
+            assert info.attributes["changed"]
+    assert _run("verify", whole).status == 0
+
+
+def test_a_run_that_lost_a_rank_resumes_on_fresh_ones_and_on_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "lost" / "run"
+    done = _run("run", *_write(tmp_path / "lost", victim="ranks[-1]"))
+    assert done.status != 0
+    assert "rank-lost" in done.err
+    assert "rank 1 (process" in done.err or "rank 0 (process" in done.err
+    assert f"deltaloom resume {run_dir}" in done.err
+    ranks = [int(pid) for pid in (tmp_path / "lost" / "mark").read_text().split()]
+    assert len(ranks) == 2
+    assert not any(is_running(pid) for pid in ranks)
+    assert _run("resume", run_dir).status == 0
+    result = compare_runs(StoredRun(whole), StoredRun(run_dir))
+    assert result["identical"], result["difference"]
+    fewer = ("--set", "train.num_ranks=1", "--branch", "one", "--steps", str(NUM_STEPS + 2))
+    done = _run("resume", run_dir, *fewer)
+    assert done.status == 0, done.err
+    stored = StoredRun(run_dir)
+    head = stored.repository.head("one")
+    assert head.version == NUM_STEPS + 2
+    assert head.attributes["trainer"]["num_ranks"] == 1
+    assert head.record.delta is not None
+    assert head.record.delta.num_shards == 1
+    assert _run("verify", run_dir).status == 0
+
+
+def test_ranks_end_with_a_killed_driver_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
+    done = _run("run", *_write(tmp_path / "killed", victim="os.getpid()"))
+    assert done.status == -signal.SIGKILL
+    ranks = [int(pid) for pid in (tmp_path / "killed" / "mark").read_text().split()]
+    assert _run("resume", tmp_path / "killed" / "run").status == 0
+    assert not any(is_running(pid) for pid in ranks)
+    result = compare_runs(StoredRun(whole), StoredRun(tmp_path / "killed" / "run"))
+    assert result["identical"], result["difference"]
