@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from deltaloom.plugins.titan_support.names import Family
 from .rl_support import small_model
 from .run_support import Done, deltaloom
 from .titan_support import (
+    free_ports,
     is_running,
     make_batch,
     single_process_trainer,
@@ -45,7 +50,7 @@ pipeline = Pipeline(
     rollout("prompts", to="groups", engine="torch", group_size=4, max_new_tokens=3,
             prompts_per_task=2),
     score("groups", to="scored", by=position_match),
-    train("scored", trainer="titan", num_ranks=2, lr=1e-3),
+    train("scored", trainer="titan", num_ranks=2, lr=1e-3, {train}),
     publish(codec="raw", anchor_every=4, state_every=2),
     model=use("titan", alphabet="0123456789=", num_layers=1),
     steps={steps},
@@ -227,10 +232,12 @@ def _save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
 
 
-def _write(folder: Path, *, victim: str = "", steps: int = NUM_STEPS) -> list[str | Path]:
+def _write(
+    folder: Path, *, victim: str = "", train: str = "", steps: int = NUM_STEPS
+) -> list[str | Path]:
     """A pipeline and the options of a run of it; `victim` is killed at version 3."""
     folder.mkdir(exist_ok=True)
-    (folder / "pipeline.py").write_text(PIPELINE.format(steps=steps))
+    (folder / "pipeline.py").write_text(PIPELINE.format(steps=steps, train=train))
     options: list[str | Path] = [folder / "pipeline.py", "--run-dir", folder / "run"]
     if victim:
         (folder / "plugins").mkdir()
@@ -299,3 +306,33 @@ def test_ranks_end_with_a_killed_driver_and_the_run_goes_on(whole: Path, tmp_pat
     assert not any(is_running(pid) for pid in ranks)
     result = compare_runs(StoredRun(whole), StoredRun(tmp_path / "killed" / "run"))
     assert result["identical"], result["difference"]
+
+
+@contextmanager
+def _monarch_workers(addresses: Sequence[str]) -> Iterator[None]:
+    """What a person starts on each host."""
+    code = (
+        "import sys; from monarch.actor import run_worker_loop_forever as run; "
+        "run(ca='trust_all_connections', address=sys.argv[1])"
+    )
+    workers = [subprocess.Popen([sys.executable, "-c", code, address]) for address in addresses]
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def test_ranks_run_on_other_hosts(whole: Path, tmp_path: Path) -> None:
+    driver, *hosts = (f"tcp://127.0.0.1:{port}" for port in free_ports(3))
+    options = _write(tmp_path / "hosts", train=f'hosts={tuple(hosts)!r}, driver_address="{driver}"')
+    with _monarch_workers(hosts):
+        done = _run("run", *options)
+    assert done.status == 0, done.err
+    pairs = zip(
+        StoredRun(whole).repository.log(),
+        StoredRun(tmp_path / "hosts" / "run").repository.log(),
+        strict=True,
+    )
+    assert all(one.state_digest == other.state_digest for one, other in pairs)

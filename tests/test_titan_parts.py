@@ -136,6 +136,8 @@ def test_ranks_that_share_matrices_share_a_part_of_the_batch() -> None:
     [
         ({"num_ranks": 0}, "num_ranks"),
         ({"num_ranks": 3, "tensor_parallel": 2}, "divisor of num_ranks=3"),
+        ({"num_ranks": 3, "hosts": ("tcp://a:1", "tcp://b:1")}, "multiple of the 2 hosts"),
+        ({"hosts": ("tcp://a:1", "tcp://b:1")}, "driver_address"),
         ({"schedule_decay_ratio": 1.5}, "schedule_decay_ratio"),
         ({"micro_batch_rollouts": -1}, "micro_batch_rollouts"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,3 +97,12 @@ def children_of(pid: int) -> list[int]:
         if int(status.rpartition(")")[2].split()[1]) == pid and b"monarch" in command:
             found.append(int(process.name))
     return sorted(found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens at."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(server.getsockname()[1]) for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports

@@ -8,9 +8,11 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ...orchestrator.errors import RunErrorCode, TaskError
 from .._extras import need
@@ -18,15 +20,33 @@ from .._extras import need
 if TYPE_CHECKING:
     from .rank import Identity, RankSetup
 
-_AXIS = "ranks"
-_RENDEZVOUS_HOST = "127.0.0.1"
+_HOSTS, _RANKS = "hosts", "ranks"
+_THIS_HOST = "127.0.0.1"
 _STOP_SECONDS = 10.0
 
 
-class RankMesh:
-    """Processes on this host, one a rank, that Monarch starts, calls and watches."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Where ranks run: on hosts whose Monarch workers listen at `addresses`, else on this one."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    addresses: tuple[str, ...] = ()
+    driver_address: str = ""
+    """Where those reach the driver, `tcp://HOST:PORT`."""
+
+    @property
+    def rendezvous(self) -> str:
+        """The host of rank 0."""
+        return str(urlsplit(self.addresses[0]).hostname) if self.addresses else _THIS_HOST
+
+    @property
+    def num_hosts(self) -> int:
+        return max(1, len(self.addresses))
+
+
+class RankMesh:
+    """Processes, one a rank, that Monarch starts, calls and watches."""
+
+    def __init__(self, setup: RankSetup, hosts: Hosts) -> None:
         """Start the processes and make their process group.
 
         Raises `PluginError` without the extra, `TaskError` (RANK_LOST) if a rank dies on the way.
@@ -42,12 +62,20 @@ class RankMesh:
         self._num_ranks = setup.parallelism.num_ranks
         self._identities: Sequence[Identity] = ()
         self._handles: list[int] = []
-        self._processes = monarch.this_host().spawn_procs(per_host={_AXIS: self._num_ranks})
+        self._is_closed = False
+        self._per_host = self._num_ranks // hosts.num_hosts
+        self._processes = _host_mesh(monarch, hosts).spawn_procs(per_host={_RANKS: self._per_host})
+        self._is_here = not hosts.addresses
         self._actors = self._processes.spawn("rank", RankActor, setup)
-        self._identities = self.train("identity")
-        self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
-        [port] = self.train_one(0, "open_store", _RENDEZVOUS_HOST)
-        self.train("join", _RENDEZVOUS_HOST, port)
+        try:
+            self._identities = self.train("identity")
+            if self._is_here:
+                self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
+            [port] = self.train_one(0, "open_store", hosts.rendezvous)
+            self.train("join", hosts.rendezvous, port)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def identities(self) -> Sequence[Identity]:
@@ -63,22 +91,25 @@ class RankMesh:
 
     def train_one(self, rank: int, method: str, *arguments: Any) -> list[Any]:
         """The same of one rank alone."""
-        return self._call(
-            self._actors.slice(**{_AXIS: slice(rank, rank + 1)}).train, method, *arguments
-        )
+        host, place = divmod(rank, self._per_host)
+        where = {_RANKS: slice(place, place + 1)}
+        if not self._is_here:
+            where[_HOSTS] = slice(host, host + 1)
+        return self._call(self._actors.slice(**where).train, method, *arguments)
 
     def publish(self, method: str, *arguments: Any) -> list[Any]:
         """The same of the ranks' publishing, which goes on beside training."""
         return self._call(self._actors.publish, method, *arguments)
 
     def close(self) -> None:
-        """End all processes, also those that no longer answer. Safe to call twice."""
-        handles, self._handles = self._handles, []
-        if not handles:
+        """End all processes, those on this host also if they no longer answer. Safe to call
+        twice."""
+        if self._is_closed:
             return
+        self._is_closed = True
         with contextlib.suppress(*self._stop_errors):
             self._processes.stop().get(timeout=_STOP_SECONDS)
-        for handle in handles:
+        for handle in self._handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
@@ -99,8 +130,10 @@ class RankMesh:
 
     def _lost(self, report: str, method: str) -> TaskError:
         """The error for a rank that Monarch reports dead, by its process and host."""
-        found = re.search(rf"'{_AXIS}': (\d+)/", report)
-        named = [i for i in self._identities if found and i.rank == int(found.group(1))]
+        place = re.search(rf"'{_RANKS}': (\d+)/", report)
+        host = re.search(rf"'{_HOSTS}': (\d+)/", report)
+        first = int(host.group(1)) * self._per_host if host else 0
+        named = [i for i in self._identities if place and i.rank == first + int(place.group(1))]
         who = named[0].words if named else f"a rank of {self._num_ranks}"
         reason = report.strip().splitlines()[-1].strip()
         return TaskError(
@@ -108,6 +141,14 @@ class RankMesh:
             code=RunErrorCode.RANK_LOST,
             remedy="The version before this step is committed; resuming starts fresh ranks.",
         )
+
+
+def _host_mesh(monarch: Any, hosts: Hosts) -> Any:
+    """Where processes can be started. The connections are plain TCP: Monarch 0.7 has no other."""
+    if not hosts.addresses:
+        return monarch.this_host()
+    monarch.enable_transport(hosts.driver_address)
+    return monarch.attach_to_workers(ca="trust_all_connections", workers=list(hosts.addresses))
 
 
 def pickle_by_value(objects: Sequence[object]) -> None:

@@ -10,7 +10,8 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -133,10 +134,10 @@ class Rank:
         """Who publishes which rows."""
         return self._shares
 
-    def logprobs(self, work: RankWork) -> FloatArray:
+    def logprobs(self, work: RankWork, step: int) -> FloatArray:
         """Logprobs [s] of the tokens of this rank's part, under the masters. Collective."""
         parts: list[FloatArray] = [np.zeros(0, np.float32)]
-        with torch.no_grad():
+        with self._repeatable(step), torch.no_grad():
             for micro, counts in work.micro_batches():
                 logits = self._module.forward(micro.inputs, micro.at)
                 _, found = self._loss().logprobs(logits, micro)
@@ -149,8 +150,7 @@ class Rank:
 
         With a gradient norm that is not finite no weight changes.
         """
-        setup = self._setup
-        with compute_threads(setup.num_threads), deterministic(seed=self._seed, step=step):
+        with self._repeatable(step):
             sums = MetricSums()
             for micro, counts in work.micro_batches():
                 self._accumulate(micro, totals, sums if counts else MetricSums())
@@ -208,6 +208,13 @@ class Rank:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @contextmanager
+    def _repeatable(self, step: int) -> Iterator[None]:
+        """Whatever a step's bits may depend on, as it is on every run."""
+        threads = compute_threads(self._setup.num_threads)
+        with threads, deterministic(seed=self._seed, step=step):
+            yield
 
     @property
     def _timeout(self) -> timedelta:

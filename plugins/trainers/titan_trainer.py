@@ -38,6 +38,11 @@ class TitanTrainerConfig(TorchTrainerConfig):
     """Processes of the mesh. A run on another number is another run in its last bits."""
     tensor_parallel: int = 1
     """Ranks that share each layer's matrices; divides `num_ranks`. The rest is FSDP2's."""
+    hosts: tuple[str, ...] = ()
+    """Addresses `tcp://HOST:PORT` of Monarch workers whose hosts run equal numbers of ranks;
+    none: this host runs all. Connections are not encrypted."""
+    driver_address: str = ""
+    """`tcp://HOST:PORT` at which those hosts reach the driver; wanted with `hosts`."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What FSDP2 gathers weights as for forward and backward."""
     schedule_steps: int = 0
@@ -63,6 +68,19 @@ class TitanTrainerConfig(TorchTrainerConfig):
             require(got >= 0, option=name, expected=">= 0", got=got)
         ratio, parts = self.schedule_decay_ratio, self.tensor_parallel
         require(0 <= ratio <= 1, option="schedule_decay_ratio", expected="in [0, 1]", got=ratio)
+        hosts = len(self.hosts)
+        require(
+            hosts == 0 or self.num_ranks % hosts == 0,
+            option="num_ranks",
+            expected=f"a multiple of the {hosts} hosts",
+            got=self.num_ranks,
+        )
+        require(
+            bool(self.driver_address) == bool(hosts),
+            option="driver_address",
+            expected="tcp://HOST:PORT with hosts, else nothing",
+            got=self.driver_address,
+        )
         require(
             self.num_ranks % parts == 0,
             option="tensor_parallel",
@@ -92,14 +110,20 @@ class TitanTrainer(TorchTrainer):
         Raises `PluginError` for a model that is not torchtitan's or without the extra,
         `ConfigError` for an algorithm with a critic.
         """
-        from ..titan_support.mesh import RankMesh
+        from ..titan_support.mesh import Hosts, RankMesh
 
         self._check()
         self._seed = seed
         self._num_updates = 0
         self.close()
-        self._ranks = RankMesh(self._setup())
-        answers = self._ranks.train("initialize", seed)
+        config = self._config
+        hosts = Hosts(addresses=config.hosts, driver_address=config.driver_address)
+        self._ranks = RankMesh(self._setup(), hosts)
+        try:
+            answers = self._ranks.train("initialize", seed)
+        except BaseException:
+            self.close()
+            raise
         self._specs: tuple[TensorSpec, ...] = answers[0][0]
         self._places: list[Mapping[str, Place]] = [places for _, places in answers]
 
@@ -229,7 +253,7 @@ class TitanTrainer(TorchTrainer):
         """Logprobs [S] of the batch's tokens under the masters as they are."""
         from ..titan_support.work import PerRank
 
-        found = self.mesh.train("logprobs", PerRank(self._cut(batch)))
+        found = self.mesh.train("logprobs", PerRank(self._cut(batch)), batch.policy_version)
         return np.concatenate(self._of_data_ranks(found))
 
     def _cut(self, batch: TrainBatch) -> tuple[Any, ...]:
