@@ -111,7 +111,15 @@ def test_versions_hold_the_bits_of_a_single_publisher(shared: Path, tmp_path: Pa
     assert deltaloom("verify", shared).status == 0
 
 
-@pytest.mark.parametrize("boundary", ["encoded", "staged", "written", "committed"])
+@pytest.mark.parametrize(
+    "boundary",
+    [
+        "written",
+        pytest.param("encoded", marks=pytest.mark.slow),
+        pytest.param("staged", marks=pytest.mark.slow),
+        pytest.param("committed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_stopped_inside_a_publish_resumes_to_the_same_run(
     shared: Path, plugins: Path, tmp_path: Path, boundary: str
 ) -> None:

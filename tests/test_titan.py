@@ -32,7 +32,13 @@ from .titan_support import (
     titan_trainer,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.titan, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.titan,
+    pytest.mark.timeout(600),
+    # Libraries of the extra warn of each other's deprecations when they are imported.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 NUM_STEPS = 6
 PIPELINE = """
