@@ -1,4 +1,5 @@
 """What the titan plugins share: torchtitan models on a Monarch mesh of ranks. No plugin itself.
 
-`driver side: mesh` · `rank side: actors, rank, module, publishing` · `both: architecture, cpu`
+Driver: `mesh`. Ranks: `actor`, `rank`, `module`, `publishing`, `schedule`. Both: `architecture`,
+`cpu`, `names`, `state`, `work`.
 """
