@@ -34,7 +34,7 @@ from ..torch_support.tensor_bits import dtype_named
 from ..torch_support.trainer_state import group_values
 from .module import Parallelism, RankModule
 from .schedule import LearningRate, scheduled
-from .state import Array, Block, Place, export_blocks, import_parts, places
+from .state import Array, Block, Place, export_blocks, export_scalars, import_parts, places
 from .work import RankWork
 
 
@@ -192,13 +192,14 @@ class Rank:
                     self._built_groups, group_values(self._optimizer), strict=True
                 )
             ],
+            "scalars": export_scalars(self._named, self._optimizer),
             "schedule": None if self._schedule is None else self._schedule.position,
         }
         return export_blocks(self._named, self._optimizer), values
 
     def import_state(self, parts: Mapping[str, Array], values: Mapping[str, Any]) -> None:
         """Go on from this rank's parts of a state, after `initialize`."""
-        import_parts(self._named, self._optimizer, parts)
+        import_parts(self._named, self._optimizer, parts, values["scalars"])
         if self._schedule is not None and values["schedule"] is not None:
             self._schedule.go_to(int(values["schedule"]))
         for group, moved in zip(self._optimizer.param_groups, values["groups"], strict=True):

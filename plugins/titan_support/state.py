@@ -60,8 +60,19 @@ def export_blocks(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, B
     blocks = {f"master/{name}": _block(parameter) for name, parameter in named}
     for name, parameter in named:
         for key, value in optimizer.state.get(parameter, {}).items():
-            blocks[f"optimizer/{name}/{key}"] = _block(value)
+            if isinstance(value, Tensor):
+                blocks[f"optimizer/{name}/{key}"] = _block(value)
     return blocks
+
+
+def export_scalars(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter beside tensors; the same on all ranks."""
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, parameter in named:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                scalars.setdefault(name, {})[key] = value
+    return scalars
 
 
 def places(named: Named) -> dict[str, Place]:
@@ -99,7 +110,10 @@ def cut_blocks(arrays: Mapping[str, Array], where: Mapping[str, Place]) -> dict[
 
 
 def import_parts(
-    named: Named, optimizer: torch.optim.Optimizer, parts: Mapping[str, Array]
+    named: Named,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, Array],
+    scalars: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Put one rank's parts into its masters and a freshly built optimizer."""
     parameters = dict(named)
@@ -113,6 +127,8 @@ def import_parts(
             name, _, entry = rest.rpartition("/")
             parameter = parameters[name]
             optimizer.state[parameter][entry] = _like(parameter, torch.from_numpy(data.copy()))
+    for name, entries in scalars.items():
+        optimizer.state[parameters[name]].update(entries)
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:

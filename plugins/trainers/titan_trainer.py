@@ -188,7 +188,8 @@ class TitanTrainer(TorchTrainer):
         """
         from ..titan_support.state import cut_blocks
 
-        if missing := sorted({"seed", "num_updates", "groups", "schedule"} - state.values.keys()):
+        wanted = {"seed", "num_updates", "groups", "scalars", "schedule"}
+        if missing := sorted(wanted - state.values.keys()):
             raise RunError(
                 f"trainer state lacks the values {missing}.",
                 code=RunErrorCode.RUN_MISMATCH,
