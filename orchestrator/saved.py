@@ -97,7 +97,7 @@ def _in_the_store() -> Sequence[SavedItem]:
             what=f"attributes: {_names(TRAINER_ATTRIBUTES)}",
             where="the commit",
             when="every version, from trainers that describe their policies",
-            use="reading them: versions and delays of pipeline stages",
+            use="reading them: versions and delays of pipeline stages, numbers of ranks",
         ),
         SavedItem(
             what=f"attributes: {_names(PUBLISHED_ATTRIBUTES)}",
