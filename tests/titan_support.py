@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +76,18 @@ def titan_trainer(
         yield trainer
     finally:
         trainer.close()
+
+
+def ended(pid: int, *, timeout_seconds: float) -> bool:
+    """Whether a process ends within a time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], timeout_seconds)[0])
+    finally:
+        os.close(handle)
 
 
 def is_running(pid: int) -> bool:

@@ -106,6 +106,17 @@ def check_checkpoint(found: Any, architecture: Architecture) -> None:
         )
 
 
+def check_tensor_parallel(architecture: Architecture) -> None:
+    """Raise `ConfigError` for a model that tensor parallelism would change: torchtitan spreads
+    embedding and head as two tensors, so that tied ones would part."""
+    if model_spec(architecture).model.enable_weight_tying:
+        raise ConfigError(
+            f"tensor_parallel must be 1 for {architecture.family} {architecture.size!r}, whose "
+            "embeddings are tied.",
+            code=RunErrorCode.WRONG_TYPE,
+        )
+
+
 def torchtitan_module(name: str) -> Any:
     """A module of torchtitan. Raises `PluginError` with the way to install it."""
     need("torch", by="trainer 'titan'", extra="titan")

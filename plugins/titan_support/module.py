@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.interfaces import Model
 from ...storage.bits import PolicyTensors, TensorSpec
 from ...storage.shares import Shares
@@ -48,9 +47,7 @@ class RankModule:
     """One rank's shard of the model. Collectives: all ranks call each method together."""
 
     def __init__(self, model: Any, *, seed: int, parallelism: Parallelism) -> None:
-        """Raises `ConfigError` for tied embeddings under tensor parallelism."""
         spec = model_spec(model.architecture)
-        _check_spread(spec.model, parallelism)
         settings = _settings(parallelism)
         spec.model.update_from_config(config=SimpleNamespace(parallelism=settings))
         self._adapter = spec.state_dict_adapter(spec.model, None)
@@ -117,16 +114,6 @@ class RankModule:
         whole = dict(model.build(seed=seed).state_dict())
         module.load_state_dict(self._adapter.from_hf(whole))
         return module
-
-
-def _check_spread(config: Any, parallelism: Parallelism) -> None:
-    """torchtitan spreads embedding and head as two tensors: tied ones would part."""
-    if parallelism.tensor_parallel > 1 and config.enable_weight_tying:
-        raise ConfigError(
-            "tensor_parallel must be 1 for a model with tied embeddings, got "
-            f"{parallelism.tensor_parallel}.",
-            code=RunErrorCode.WRONG_TYPE,
-        )
 
 
 def _settings(parallelism: Parallelism) -> Any:

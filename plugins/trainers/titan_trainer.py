@@ -108,7 +108,7 @@ class TitanTrainer(TorchTrainer):
         """Start fresh ranks at v0, the model's own initial weights.
 
         Raises `PluginError` for a model that is not torchtitan's or without the extra,
-        `ConfigError` for an algorithm with a critic.
+        `ConfigError` for an algorithm with a critic, or tied embeddings under tensor parallelism.
         """
         from ..titan_support.mesh import Hosts, RankMesh
 
@@ -312,6 +312,10 @@ class TitanTrainer(TorchTrainer):
                 code=RunErrorCode.BROKEN_PLUGIN,
                 remedy="Use model=use('titan', family='llama3', ...), or trainer='torch'.",
             )
+        if self._config.tensor_parallel > 1:
+            from ..titan_support.architecture import check_tensor_parallel
+
+            check_tensor_parallel(self._model.architecture)
         if getattr(self._algorithm, "uses_values", False):
             raise ConfigError(
                 f"algorithm {self._algorithm.name!r} trains a critic; trainer 'titan' has none.",
