@@ -306,7 +306,8 @@ class TitanTrainer(TorchTrainer):
         )
 
     def _check(self) -> None:
-        if not hasattr(self._model, "architecture"):
+        model: Any = self._model
+        if not hasattr(model, "architecture"):
             raise PluginError(
                 f"trainer 'titan' trains models of torchtitan, got model {self._model.name!r}.",
                 code=RunErrorCode.BROKEN_PLUGIN,
@@ -315,7 +316,7 @@ class TitanTrainer(TorchTrainer):
         if self._config.tensor_parallel > 1:
             from ..titan_support.architecture import check_tensor_parallel
 
-            check_tensor_parallel(self._model.architecture)
+            check_tensor_parallel(model.architecture)
         if getattr(self._algorithm, "uses_values", False):
             raise ConfigError(
                 f"algorithm {self._algorithm.name!r} trains a critic; trainer 'titan' has none.",
