@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ...orchestrator.fusing import nodes_by_group
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import FusionPlan
 from ...orchestrator.resolve import ResolvedPipeline
+from .._options import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterStageConfig:
-    """Nothing to choose: groups go on as soon as they are there."""
+    """Options of `fusion-inter`, in `[fusion.fusion-inter]`."""
+
+    profile: str = ""
+    """Folder of an earlier run, whose lengths and measured times say what is to be gained;
+    empty: fuse whatever it brings."""
+    last_steps: int = 4
+    """How many of its last steps count: lengths drift in training."""
+    min_speedup: float = 1.0
+    """Least forecast speedup of generation with inference that is worth it. With `profile`."""
+
+    def __post_init__(self) -> None:
+        got = self.last_steps
+        require(got >= 1, option="last_steps", expected="at least 1", got=got)
+        speedup = self.min_speedup
+        require(speedup >= 1, option="min_speedup", expected="at least 1", got=speedup)
+        given = self.profile or speedup == 1
+        require(given, option="min_speedup", expected="1 without a profile", got=speedup)
 
 
 class InterStagePlanner:
@@ -30,15 +48,45 @@ class InterStagePlanner:
         self._config = config
 
     def plan(self, pipeline: ResolvedPipeline) -> FusionPlan:
-        """All nodes between rollout and training that compute by group."""
+        """All nodes between rollout and training that compute by group.
+
+        Raises `ConfigError` for a profile that is no run with timed rollouts.
+        """
         if any(node.options.ready_share < 1.0 for node in pipeline.by_role("train")):
             return FusionPlan(reason="train.ready_share is below 1: late groups go by rollout task")
         names = nodes_by_group(pipeline)
         if not names:
             return FusionPlan(reason="no score, infer or join node reads rollouts alone")
-        return FusionPlan(
-            by_group=names, reason="idle workers take groups that are done while others are drawn"
+        reason = "idle workers take groups that are done while others are drawn"
+        if not self._config.profile:
+            return FusionPlan(by_group=names, reason=reason)
+        speedup, words = self._forecast(num_workers=pipeline.options.workers)
+        if speedup < self._config.min_speedup:
+            least = f"less than min_speedup {self._config.min_speedup:g}"
+            return FusionPlan(reason=f"{words}, {least}")
+        return FusionPlan(by_group=names, reason=f"{reason}; {words}")
+
+    def _forecast(self, *, num_workers: int) -> tuple[float, str]:
+        """What the profile's last steps would have gained, and a line that says so."""
+        from .run_profile import profile_run
+        from .step_forecast import WorkerCosts, forecast_step
+
+        profile = profile_run(Path(self._config.profile), last_steps=self._config.last_steps)
+        costs = WorkerCosts(
+            decode_step_seconds=profile.decode_step_seconds,
+            inference_seconds=profile.inference_seconds,
+            num_nodes=profile.num_nodes,
         )
+        steps = [forecast_step(tasks, costs, num_workers=num_workers) for tasks in profile.tasks]
+        by_task = sum(step.by_task_seconds for step in steps) / len(steps)
+        by_group = sum(step.by_group_seconds for step in steps) / len(steps)
+        share = sum(step.inference_share for step in steps) / len(steps)
+        words = (
+            f"forecast from {self._config.profile}: {by_task:.4g} s a step by task, {by_group:.4g} "
+            f"by group, {by_task / by_group:.2f} times faster with inference {share:.0%} of the "
+            "work"
+        )
+        return by_task / by_group, words
 
 
 @hookimpl

@@ -29,6 +29,10 @@ class RunProfile:
     lengths: tuple[tuple[int, ...], ...]
     decode_step_seconds: float
     inference_seconds: float
+    tasks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    """The same lengths by step, rollout task and group."""
+    num_nodes: int
+    """Score and inference nodes."""
 
 
 def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
@@ -56,6 +60,11 @@ def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
         lengths=tuple(tuple(arrays["lengths"].tolist()) for _, arrays in batches.values()),
         decode_step_seconds=sum(timed.values()) / sum(longest[key] for key in timed),
         inference_seconds=spent / num_rollouts,
+        tasks=tuple(
+            _lengths_by_task(table, config[rollout]["prompts_per_task"])
+            for table in batches.values()
+        ),
+        num_nodes=len(inferring),
     )
 
 
@@ -74,6 +83,24 @@ def _tasks(path: Path, *, steps: Collection[int]) -> dict[TaskKey, Mapping[str, 
             if int(step) in steps:
                 tasks[node, int(step), int(shard)] = line
     return tasks
+
+
+def _lengths_by_task(
+    batch: tuple[Mapping[str, Any], Mapping[str, npt.NDArray[Any]]], prompts_per_task: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Lengths of a step's trained rollouts by rollout task and group, both in order."""
+    values, arrays = batch
+    groups: dict[int, dict[int, list[int]]] = {}
+    for index, length in zip(
+        arrays["group_index"].tolist(), arrays["lengths"].tolist(), strict=True
+    ):
+        position = int(values["group_ids"][index].partition("/")[2])
+        task = groups.setdefault(position // prompts_per_task, {})
+        task.setdefault(position, []).append(length)
+    return tuple(
+        tuple(tuple(lengths) for _, lengths in sorted(task.items()))
+        for _, task in sorted(groups.items())
+    )
 
 
 def _longest_by_task(batches: Batches, rollout: str, prompts_per_task: int) -> dict[TaskKey, int]:
