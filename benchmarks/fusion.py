@@ -7,7 +7,9 @@ one seed a core; `seconds_to_makespan` is when the reported makespan was first f
 the time lowers memory. `intra`, real training steps by such schedules on simulated devices,
 against serial execution and the schedule's own prediction, and on this machine's own cores.
 `inter`, simulated speedups of the best threshold over serial execution, for each length preset,
-beside the inference share they depend on.
+beside the inference share they depend on. `cluster`, the same on 256 devices, beside what the
+papers report. `live`, PPO runs on two engines by task and by group, as the planner `fusion-inter`
+has them, with the digests of both compared.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from deltaloom.plugins.fusion.schedule import evaluate
 from deltaloom.plugins.fusion.threshold import choose_threshold
 
 from ._fused_training import fused_training_row, own_cores_row
+from ._fusion_cluster import cluster_rows
+from ._fusion_live import live_rows
 from ._report import write_result
 
 DEFAULT_SECONDS = 30.0
@@ -161,7 +165,23 @@ def inter_part(*, quick: bool, budget_seconds: float) -> Row:
     }
 
 
-PARTS = {"search": search_part, "intra": intra_part, "inter": inter_part}
+def cluster_part(*, quick: bool, budget_seconds: float) -> Row:
+    """The cluster of the papers; `quick` draws one step."""
+    return {"cluster": cluster_rows(num_steps=1 if quick else 4)}
+
+
+def live_part(*, quick: bool, budget_seconds: float) -> Row:
+    """Real runs; `quick` makes one of each kind."""
+    return {"live": live_rows(quick=quick)}
+
+
+PARTS = {
+    "search": search_part,
+    "intra": intra_part,
+    "inter": inter_part,
+    "cluster": cluster_part,
+    "live": live_part,
+}
 
 
 def run(*, quick: bool, budget_seconds: float, parts: Sequence[str] = tuple(PARTS)) -> Row:

@@ -77,20 +77,13 @@ class TorchEngine:
         """
         import torch
 
-        from ..torch_support.decoding import DecodeBatch
         from ..torch_support.determinism import compute_threads
 
         prompts = self._encode(request)
         if not prompts or not request.group_size:
             return [[] for _ in prompts]
         with compute_threads(self._config.num_threads), torch.inference_mode():
-            batch = DecodeBatch(
-                self._module,
-                prompts,
-                group_size=request.group_size,
-                max_new_tokens=request.sampling.max_new_tokens,
-                stop_token_ids=(self._tokenizer.eos_id, *request.sampling.stop_token_ids),
-            )
+            batch = self._new_batch(request, prompts)
             finished = _FinishedGroups(self._tokenizer, batch, request, prompts, self._on_group)
             self._decode(batch, request, finished, between_steps)
         return finished.groups
@@ -108,6 +101,17 @@ class TorchEngine:
             return self.generate(request, between_steps=between_steps)
         finally:
             self._on_group = _keep_quiet
+
+    def _new_batch(self, request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> DecodeBatch:
+        from ..torch_support.decoding import DecodeBatch
+
+        return DecodeBatch(
+            self._module,
+            prompts,
+            group_size=request.group_size,
+            max_new_tokens=request.sampling.max_new_tokens,
+            stop_token_ids=(self._tokenizer.eos_id, *request.sampling.stop_token_ids),
+        )
 
     def _encode(self, request: GenerateRequest) -> list[list[int]]:
         expected = (len(request.prompts), request.group_size)

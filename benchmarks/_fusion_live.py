@@ -1,0 +1,121 @@
+"""Generation with inference in real PPO runs, by task and by group, on two engines."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.run import RunRequest, prepare, start_run
+from deltaloom.plugins.fusion.run_profile import RunProfile, profile_run
+from deltaloom.plugins.fusion.step_forecast import WorkerCosts, forecast_step
+
+PIPELINE = Path(__file__).with_name("_fusion_pipeline.py")
+PLUGINS = Path(__file__).with_name("fusion_engine")
+NUM_WORKERS = 2
+PROMPTS_PER_TASK = (12, 8)
+"""Two rollout tasks a step, one an engine, and three."""
+WARM_UP_STEPS = 2
+MODES: Mapping[str, list[str]] = {"by_task": [], "by_group": ["fusion-inter"]}
+
+
+def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str, Any]:
+    """One split into rollout tasks; runs of both modes take turns, so that both see the same
+    machine. Seconds are medians over the rounds, from a step's first rollout task to its last
+    join, summed over the steps after the warm-up."""
+    seconds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
+    digests: set[tuple[str, ...]] = set()
+    profile = None
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for mode, planners in MODES.items():
+                run_dir = Path(folder) / f"{mode}{turn}"
+                _run(run_dir, planners, prompts_per_task=prompts_per_task, num_steps=num_steps)
+                seconds[mode].append(_step_seconds(run_dir, num_steps=num_steps))
+                digests.add(_digests(run_dir))
+                if mode == "by_task":
+                    profile = profile_run(run_dir, last_steps=num_steps - WARM_UP_STEPS)
+    assert profile is not None
+    by_task, by_group = (_total(seconds[mode]) for mode in MODES)
+    predicted, share = _forecast(profile)
+    return {
+        "prompts_per_task": prompts_per_task,
+        "rounds": rounds,
+        "steps": num_steps - WARM_UP_STEPS,
+        **_lengths(profile),
+        "by_task_seconds": round(by_task, 3),
+        "by_group_seconds": round(by_group, 3),
+        "inference_share": round(share, 3),
+        "speedup": round(by_task / by_group, 3),
+        "speedup_by_round": [
+            round(sum(task) / sum(group), 3)
+            for task, group in zip(*(seconds[mode] for mode in MODES), strict=True)
+        ],
+        "speedup_predicted": round(predicted, 3),
+        "same_digests": len(digests) == 1,
+    }
+
+
+def live_rows(*, quick: bool) -> list[dict[str, Any]]:
+    """Both splits; `quick` runs one of them once."""
+    if quick:
+        return [live_row(prompts_per_task=PROMPTS_PER_TASK[-1], rounds=1, num_steps=4)]
+    return [live_row(prompts_per_task=size, rounds=2, num_steps=8) for size in PROMPTS_PER_TASK]
+
+
+def _run(run_dir: Path, planners: list[str], *, prompts_per_task: int, num_steps: int) -> None:
+    overlay = {
+        "pipeline": {"steps": num_steps, "fusion": planners, "workers": NUM_WORKERS},
+        "rollout": {"prompts_per_task": prompts_per_task},
+    }
+    request = RunRequest(
+        pipeline_path=PIPELINE, run_dir=run_dir, overlay=overlay, plugins_dir=PLUGINS
+    )
+    start_run(prepare(request))
+
+
+def _step_seconds(run_dir: Path, *, num_steps: int) -> list[float]:
+    """Seconds of each step after the warm-up."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for text in (run_dir / "tasks.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line.get("role") not in ("rollout", "function"):
+            continue
+        step = int(line["task"].split("/")[1])
+        starts[step] = min(starts.get(step, line["started"]), line["started"])
+        ends[step] = max(ends.get(step, 0.0), line["started"] + line["seconds"])
+    return [ends[step] - starts[step] for step in range(WARM_UP_STEPS + 1, num_steps + 1)]
+
+
+def _total(rounds: Sequence[Sequence[float]]) -> float:
+    return sum(statistics.median(step) for step in zip(*rounds, strict=True))
+
+
+def _digests(run_dir: Path) -> tuple[str, ...]:
+    return tuple(info.state_digest for info in StoredRun(run_dir).repository.log())
+
+
+def _forecast(profile: RunProfile) -> tuple[float, float]:
+    """Speedup that the measured costs let expect, and the share of inference in the work."""
+    costs = WorkerCosts(
+        decode_step_seconds=profile.decode_step_seconds,
+        inference_seconds=profile.inference_seconds,
+        num_nodes=profile.num_nodes,
+    )
+    steps = [forecast_step(tasks, costs, num_workers=NUM_WORKERS) for tasks in profile.tasks]
+    speedup = sum(s.by_task_seconds for s in steps) / sum(s.by_group_seconds for s in steps)
+    return speedup, statistics.fmean(step.inference_share for step in steps)
+
+
+def _lengths(profile: RunProfile) -> dict[str, float]:
+    lengths = sorted(length for step in profile.lengths for length in step)
+    return {
+        "median_length": statistics.median(lengths),
+        "p99_length": lengths[int(0.99 * (len(lengths) - 1))],
+        "longest": lengths[-1],
+    }
