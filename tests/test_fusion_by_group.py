@@ -36,9 +36,12 @@ ENGINES = """
 import os
 import select
 import signal
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from deltaloom.orchestrator import hookimpl
+from deltaloom.orchestrator.interfaces import FusionPlan, Replacement
 from deltaloom.plugins.engines.torch_engine import TorchEngine
+from deltaloom.plugins.trainers.torch_trainer import TorchTrainer
 
 SIGNALS = Path(__file__).parent.parent / "signals"
 
@@ -84,9 +87,37 @@ class Altering(TorchEngine):
         groups = super().generate(request, between_steps=between_steps)
         return [list(reversed(group)) for group in groups]
 
+class Named(TorchTrainer):
+    name = "named"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    pass
+
+class Renaming:
+    '''Trains by a class of its own that does the same.'''
+    name = "renaming"
+    Config = Nothing
+
+    def __init__(self, config):
+        pass
+
+    def plan(self, pipeline):
+        options = asdict(pipeline.nodes["train"].components["trainer"].config)
+        part = Replacement(node="train", slot="trainer", name="named", options=options)
+        return FusionPlan(replacements=(part,), reason="another name")
+
 @hookimpl
 def register_engines():
     return [Waiting, Dying, Altering]
+
+@hookimpl
+def register_trainers():
+    return [Named]
+
+@hookimpl
+def register_fusion_planners():
+    return [Renaming]
 """
 
 
@@ -113,25 +144,32 @@ def ppo_with_engines(folder: Path) -> tuple[Path, Path]:
     return pipeline, folder / "plugins"
 
 
+@pytest.mark.slow
 def test_groups_are_scored_while_others_are_drawn_and_the_run_is_the_same(tmp_path: Path) -> None:
+    """With another's planner beside, rollouts one version behind, and a worker killed between two
+    groups."""
     pipeline, plugins = ppo_with_engines(tmp_path)
     fused, plain = tmp_path / "fused", tmp_path / "plain"
     options = ("--plugins-dir", plugins, "--set", "rollout.engine=waiting", "--set")
     steps = "pipeline.steps=2"
-    done = deltaloom("run", pipeline, "--run-dir", fused, *options, steps, *FUSED)
+    both = ("--set", 'pipeline.fusion=["fusion-inter", "renaming"]')
+    done = deltaloom("run", pipeline, "--run-dir", fused, *options, steps, *both)
     assert done.status == 0, done.err
     assert (tmp_path / "signals" / "killed").exists()
     lines = [json.loads(line) for line in (fused / "tasks.jsonl").read_text().splitlines()]
     tasks = {line["task"] for line in lines if "seconds" in line}
     nodes = ("score", "values", "reference", "join")
-    assert {f"{node}/{step}/{item}" for node in nodes for step in (1, 2) for item in range(4)} < (
-        tasks
-    )
+    assert tasks > {f"{node}/{step}/{item}" for node in nodes for step in (1, 2) for item in (0, 3)}
     for pipe in (tmp_path / "signals").iterdir():
         pipe.unlink()
     done = deltaloom("run", pipeline, "--run-dir", plain, *options, steps)
     assert done.status == 0, done.err
     assert contents(fused) == contents(plain)
+    profiled = ("plan", pipeline, *options, f"fusion.fusion-inter.profile={plain}", *both)
+    assert f"forecast from {plain}: " in deltaloom(*profiled).out
+    least = deltaloom(*profiled, "--set", "fusion.fusion-inter.min_speedup=50")
+    assert "not fused by fusion-inter: forecast from" in least.out
+    assert "fused: train.trainer = named (another name)" in least.out
 
 
 @pytest.mark.slow
