@@ -93,7 +93,7 @@ def _step_seconds(run_dir: Path, *, num_steps: int) -> list[float]:
 
 
 def _total(rounds: Sequence[Sequence[float]]) -> float:
-    return sum(statistics.median(step) for step in zip(*rounds, strict=True))
+    return float(sum(statistics.median(step) for step in zip(*rounds, strict=True)))
 
 
 def _digests(run_dir: Path) -> tuple[str, ...]:

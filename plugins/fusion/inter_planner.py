@@ -30,8 +30,8 @@ class InterStageConfig:
         require(got >= 1, option="last_steps", expected="at least 1", got=got)
         speedup = self.min_speedup
         require(speedup >= 1, option="min_speedup", expected="at least 1", got=speedup)
-        given = self.profile or speedup == 1
-        require(given, option="min_speedup", expected="1 without a profile", got=speedup)
+        known = bool(self.profile) or speedup == 1
+        require(known, option="min_speedup", expected="1 without a profile", got=speedup)
 
 
 class InterStagePlanner:
