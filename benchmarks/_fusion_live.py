@@ -12,7 +12,6 @@ from typing import Any
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 from deltaloom.plugins.fusion.run_profile import RunProfile, profile_run
-from deltaloom.plugins.fusion.step_forecast import WorkerCosts, forecast_step
 
 PIPELINE = Path(__file__).with_name("_fusion_pipeline.py")
 PLUGINS = Path(__file__).with_name("fusion_engine")
@@ -41,7 +40,7 @@ def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str,
                     profile = profile_run(run_dir, last_steps=num_steps - WARM_UP_STEPS)
     assert profile is not None
     by_task, by_group = (_total(seconds[mode]) for mode in MODES)
-    predicted, share = _forecast(profile)
+    predicted = profile.forecast(num_workers=NUM_WORKERS)
     return {
         "prompts_per_task": prompts_per_task,
         "rounds": rounds,
@@ -49,13 +48,13 @@ def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str,
         **_lengths(profile),
         "by_task_seconds": round(by_task, 3),
         "by_group_seconds": round(by_group, 3),
-        "inference_share": round(share, 3),
+        "inference_share": round(predicted.inference_share, 3),
         "speedup": round(by_task / by_group, 3),
         "speedup_by_round": [
             round(sum(task) / sum(group), 3)
             for task, group in zip(*(seconds[mode] for mode in MODES), strict=True)
         ],
-        "speedup_predicted": round(predicted, 3),
+        "speedup_predicted": round(predicted.speedup, 3),
         "same_digests": len(digests) == 1,
     }
 
@@ -98,18 +97,6 @@ def _total(rounds: Sequence[Sequence[float]]) -> float:
 
 def _digests(run_dir: Path) -> tuple[str, ...]:
     return tuple(info.state_digest for info in StoredRun(run_dir).repository.log())
-
-
-def _forecast(profile: RunProfile) -> tuple[float, float]:
-    """Speedup that the measured costs let expect, and the share of inference in the work."""
-    costs = WorkerCosts(
-        decode_step_seconds=profile.decode_step_seconds,
-        inference_seconds=profile.inference_seconds,
-        num_nodes=profile.num_nodes,
-    )
-    steps = [forecast_step(tasks, costs, num_workers=NUM_WORKERS) for tasks in profile.tasks]
-    speedup = sum(s.by_task_seconds for s in steps) / sum(s.by_group_seconds for s in steps)
-    return speedup, statistics.fmean(step.inference_share for step in steps)
 
 
 def _lengths(profile: RunProfile) -> dict[str, float]:

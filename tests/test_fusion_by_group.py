@@ -170,6 +170,8 @@ def test_groups_are_scored_while_others_are_drawn_and_the_run_is_the_same(tmp_pa
     least = deltaloom(*profiled, "--set", "fusion.fusion-inter.min_speedup=50")
     assert "not fused by fusion-inter: forecast from" in least.out
     assert "fused: train.trainer = named (another name)" in least.out
+    simulated = ("simulate", "fusion", "--run", plain, "--num-instances", "2", "--json")
+    assert 1 <= deltaloom(*simulated).json["by_group"]["speedup"] < 2
 
 
 @pytest.mark.slow

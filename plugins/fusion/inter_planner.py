@@ -69,24 +69,16 @@ class InterStagePlanner:
     def _forecast(self, *, num_workers: int) -> tuple[float, str]:
         """What the profile's last steps would have gained, and a line that says so."""
         from .run_profile import profile_run
-        from .step_forecast import WorkerCosts, forecast_step
 
-        profile = profile_run(Path(self._config.profile), last_steps=self._config.last_steps)
-        costs = WorkerCosts(
-            decode_step_seconds=profile.decode_step_seconds,
-            inference_seconds=profile.inference_seconds,
-            num_nodes=profile.num_nodes,
-        )
-        steps = [forecast_step(tasks, costs, num_workers=num_workers) for tasks in profile.tasks]
-        by_task = sum(step.by_task_seconds for step in steps) / len(steps)
-        by_group = sum(step.by_group_seconds for step in steps) / len(steps)
-        share = sum(step.inference_share for step in steps) / len(steps)
+        config = self._config
+        profile = profile_run(Path(config.profile), last_steps=config.last_steps)
+        found = profile.forecast(num_workers=num_workers)
         words = (
-            f"forecast from {self._config.profile}: {by_task:.4g} s a step by task, {by_group:.4g} "
-            f"by group, {by_task / by_group:.2f} times faster with inference {share:.0%} of the "
-            "work"
+            f"forecast from {config.profile}: {found.by_task_seconds:.4g} s a step by task, "
+            f"{found.by_group_seconds:.4g} by group, {found.speedup:.2f} times faster with "
+            f"inference {found.inference_share:.0%} of the work"
         )
-        return by_task / by_group, words
+        return found.speedup, words
 
 
 @hookimpl

@@ -12,6 +12,8 @@ from .._options import require
 
 if TYPE_CHECKING:
     from .inter_stage import FusedOutcome, InterStageCosts
+    from .run_profile import RunProfile
+    from .step_forecast import StepForecast
     from .threshold import ThresholdChoice
 
 PRESETS = ("rlhfuse-chat", "rollpacker-reasoning", "laminar-reasoning")
@@ -78,29 +80,35 @@ class FusionSimulator:
         from .inter_stage import fused_seconds
         from .threshold import choose_threshold
 
-        steps, costs = self._workload()
+        profile = self._profile()
+        steps, costs = self._workload(profile)
         largest = max(sum(map(len, step)) for step in steps)
         candidates = range(0, largest + 1, max(1, largest // MAX_CANDIDATES))
         choice = choose_threshold(steps, costs, candidates=candidates)
         outcomes = [fused_seconds(step, costs, threshold=choice.threshold) for step in steps]
+        by_group = profile and profile.forecast(num_workers=profile.num_workers)
         return SimulationReport(
-            values=_values(choice, outcomes, costs),
+            values=_values(choice, outcomes, costs) | _by_group_values(by_group),
             tables=(_table(choice, outcomes),),
-            notes=_notes(choice),
+            notes=(*_notes(choice), *_by_group_notes(by_group)),
             svg=_picture(steps, outcomes, costs),
         )
 
-    def _workload(self) -> tuple[Steps, InterStageCosts]:
+    def _profile(self) -> RunProfile | None:
+        if not self._config.run:
+            return None
+        from .run_profile import profile_run
+
+        return profile_run(Path(self._config.run), last_steps=self._config.num_steps)
+
+    def _workload(self, profile: RunProfile | None) -> tuple[Steps, InterStageCosts]:
         """Lengths by step and instance, and what they cost."""
         from .inter_stage import InterStageCosts, TransferCosts
         from .lengths import LENGTH_PRESETS, split_over_instances
 
         config = self._config
         decode, inference = config.decode_step_seconds, config.inference_seconds
-        if config.run:
-            from .run_profile import profile_run
-
-            profile = profile_run(Path(config.run), last_steps=config.num_steps)
+        if profile is not None:
             decode, inference = profile.decode_step_seconds, profile.inference_seconds
             drawn = [list(lengths) for lengths in profile.lengths]
         else:
@@ -168,6 +176,29 @@ def _notes(choice: ThresholdChoice) -> tuple[str, ...]:
     if share < MIN_SHARE_TO_HIDE:
         notes.append("there is little to hide: inference takes less than 15% of a serial step")
     return tuple(notes)
+
+
+def _by_group_values(found: StepForecast | None) -> dict[str, Any]:
+    """What the planner `fusion-inter` would bring the run, on its own workers."""
+    if found is None:
+        return {}
+    return {
+        "by_group": {
+            "by_task_seconds": found.by_task_seconds,
+            "by_group_seconds": found.by_group_seconds,
+            "speedup": found.speedup,
+            "inference_share": found.inference_share,
+        }
+    }
+
+
+def _by_group_notes(found: StepForecast | None) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    return (
+        f"on the run's own workers, by group (pipeline.fusion=['fusion-inter']): "
+        f"{found.speedup:.2f} times faster, with the tail left where it is",
+    )
 
 
 def _picture(steps: Steps, outcomes: list[FusedOutcome], costs: InterStageCosts) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.inspect import StoredRun
+from .step_forecast import StepForecast, WorkerCosts, forecast_steps
 
 TaskKey = tuple[str, int, int]
 """Node, step, shard."""
@@ -33,6 +34,16 @@ class RunProfile:
     """The same lengths by step, rollout task and group."""
     num_nodes: int
     """Score and inference nodes."""
+    num_workers: int
+
+    def forecast(self, *, num_workers: int) -> StepForecast:
+        """What its steps take by task and by group on so many workers."""
+        costs = WorkerCosts(
+            decode_step_seconds=self.decode_step_seconds,
+            inference_seconds=self.inference_seconds,
+            num_nodes=self.num_nodes,
+        )
+        return forecast_steps(self.tasks, costs, num_workers=num_workers)
 
 
 def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
@@ -65,6 +76,7 @@ def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
             for table in batches.values()
         ),
         num_nodes=len(inferring),
+        num_workers=config["pipeline"]["workers"],
     )
 
 

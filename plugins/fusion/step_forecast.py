@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from ...storage.errors import ErrorCode, InputError
 
@@ -73,6 +74,18 @@ def forecast_step(tasks: TaskLengths, costs: WorkerCosts, *, num_workers: int) -
         by_task_seconds=_schedule(tasks, costs, num_workers=num_workers, by_group=False),
         by_group_seconds=_schedule(tasks, costs, num_workers=num_workers, by_group=True),
         inference_share=inference / (generation + inference),
+    )
+
+
+def forecast_steps(
+    steps: Sequence[TaskLengths], costs: WorkerCosts, *, num_workers: int
+) -> StepForecast:
+    """The mean of several steps."""
+    each = [forecast_step(tasks, costs, num_workers=num_workers) for tasks in steps]
+    return StepForecast(
+        by_task_seconds=fmean(step.by_task_seconds for step in each),
+        by_group_seconds=fmean(step.by_group_seconds for step in each),
+        inference_share=fmean(step.inference_share for step in each),
     )
 
 
