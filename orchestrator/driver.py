@@ -171,6 +171,7 @@ class Driver:
         self._observers = observers
         self._heads = dict(heads)
         self._results = TaskResults(state.template)
+        self._delivers_parts = bool(getattr(executor, "delivers_parts", False))
         self._decided: dict[TaskId, Decided] = {}
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
@@ -364,7 +365,7 @@ class Driver:
         values = {
             "chain": list(self._plan.chain_of(task.node)),
             "skip": {str(i): score_to_json(score) for i, score in decided.items()},
-            "parts": self._results.is_streamed(task.node),
+            "parts": self._delivers_parts and self._results.is_streamed(task.node),
         }
         self._submitted[task] = time.monotonic() - self._started
         self._executor.submit(
