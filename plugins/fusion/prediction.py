@@ -86,7 +86,9 @@ class FusionSimulator:
         candidates = range(0, largest + 1, max(1, largest // MAX_CANDIDATES))
         choice = choose_threshold(steps, costs, candidates=candidates)
         outcomes = [fused_seconds(step, costs, threshold=choice.threshold) for step in steps]
-        by_group = profile and profile.forecast(num_workers=profile.num_workers)
+        by_group = None
+        if profile is not None:
+            by_group = profile.forecast(num_workers=profile.num_workers)
         return SimulationReport(
             values=_values(choice, outcomes, costs) | _by_group_values(by_group),
             tables=(_table(choice, outcomes),),
