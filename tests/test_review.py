@@ -154,7 +154,7 @@ def _check_sheet(lines: list[dict[str, Any]], stored: StoredRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_alone_is_reviewed_and_its_pairs_train_a_reward_model(
+def test_a_store_alone_is_reviewed_and_its_pairs_are_those_of_the_file(
     run: Path, tmp_path: Path
 ) -> None:
     store, sheet = run / "store", tmp_path / "sheet.jsonl"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,9 @@ from deltaloom.orchestrator.review.verdicts import (
     rollout_digest,
     verdict_of_line,
 )
+from deltaloom.plugins.models.transformer import CharacterTokenizer
+from deltaloom.plugins.scorers.preference import RewardModel
+from deltaloom.plugins.scorers.reviewed import ReviewedPairs
 from deltaloom.storage import PolicyRepository
 from deltaloom.storage.errors import NotFoundError
 
@@ -379,3 +384,37 @@ def test_the_newest_word_holds_and_nothing_is_stored_twice() -> None:
     assert all(v.written_at for v in held)
     with pytest.raises(NotFoundError, match="It has"):
         stored_verdicts(repository, reviews=["0" * 16])
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_what_people_prefer(tmp_path: Path) -> None:
+    """People want a 7; the reward model is told so by a file of pairs alone."""
+    digits = "012345689"
+    pairs = [
+        {"prompt": f"{a}=", "chosen": f"{b}7", "rejected": f"{b}{c}", "chosen_ended": False}
+        for a, b, c in zip(digits, reversed(digits), digits[3:] + digits[:3], strict=True)
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    reviewed = ReviewedPairs.from_file(file, digest=digest)
+    model = RewardModel(
+        tokenizer=CharacterTokenizer("0123456789="),
+        pairs=reviewed,
+        num_steps=60,
+        pairs_per_step=16,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        lr=1e-2,
+    )
+    assert len(reviewed) == 9
+    assert model.accuracy(reviewed.preferences) == 1.0
+    with pytest.raises(RunError, match="is not the file that was meant"):
+        ReviewedPairs.from_file(file, digest="0" * 64)
+    file.write_text("", encoding="utf-8")
+    with pytest.raises(RunError, match="has no preference"):
+        ReviewedPairs.from_file(file)
+    file.write_bytes(b'{"prompt": "a",\n\xff}')
+    with pytest.raises(RunError, match="line 2: is not UTF-8"):
+        ReviewedPairs.from_file(file)
