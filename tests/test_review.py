@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_reviews_go_out_come_back_and_leave_the_run_as_it_is(run: Path, tmp_path
     assert {veto["comment"] for veto in summary["vetoed"]} == {"not like this"}
     text = deltaloom("review", run, "summary").out
     assert "Krippendorff's alpha of 36 scores on 18 rollouts" in text
+    assert re.search(r"scores and reward +(-|\S+)  \(Kendall's tau-b over \d+ rollouts\)", text)
     assert "vetoed by ann" in text
 
     assert versions(run) == before

@@ -254,14 +254,11 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
     from ..review.wording import agreement_rows
 
     if summary["reviewers"]:
-        rows = [{k: v for k, v in row.items() if k != "last_at"} for row in summary["reviewers"]]
-        print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
-    print_pairs(
-        [
-            (row.name, f"{_figure(row.value)}  ({row.of})" if row.value is not None else row.of)
-            for row in agreement_rows(summary)
-        ]
-    )
+        people = [{k: v for k, v in row.items() if k != "last_at"} for row in summary["reviewers"]]
+        print_table(tuple(people[0]), [tuple(row.values()) for row in people])
+    rows = agreement_rows(summary)
+    if rows:
+        print_pairs([(row.name, f"{_figure(row.value)}  ({row.of})") for row in rows])
     for veto in summary["vetoed"]:
         comment = f": {veto['comment']}" if veto["comment"] else ""
         typer.echo(
@@ -270,8 +267,8 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
         )
 
 
-def _figure(value: float) -> str:
-    return f"{value:.3f}"
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _sample(request: _Request, reader: SubjectReader, info: CommitInfo) -> list[Subject]:
