@@ -29,8 +29,8 @@ from typing import Any, Final
 from benchmarks._report import write_result
 from benchmarks._slow_link import Link, LinkSpeed, relay, slow_link
 from deltaloom.orchestrator import run_dir as run_dirs
-from deltaloom.orchestrator.driver import StepRecord
 from deltaloom.orchestrator.progress import QuietProgress
+from deltaloom.orchestrator.roles import StepRecord
 from deltaloom.orchestrator.run import RunRequest, prepare
 from deltaloom.orchestrator.session import Session
 from deltaloom.storage.repository import PolicyRepository

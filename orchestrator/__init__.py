@@ -9,7 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dsl import Pipeline, infer, join, node, publish, rollout, score, source, train, use
+    from .dsl import (
+        Pipeline,
+        evaluate,
+        guard,
+        infer,
+        join,
+        node,
+        publish,
+        rollout,
+        rule,
+        score,
+        source,
+        train,
+        use,
+    )
     from .hookspecs import hookimpl
     from .types import Invalid, Prompt, Rollout, RolloutGroup, ScoredGroup, ScoreResult
 
@@ -21,12 +35,15 @@ __all__ = [
     "RolloutGroup",
     "ScoreResult",
     "ScoredGroup",
+    "evaluate",
+    "guard",
     "hookimpl",
     "infer",
     "join",
     "node",
     "publish",
     "rollout",
+    "rule",
     "score",
     "source",
     "train",

@@ -13,6 +13,7 @@ from .errors import RunError, RunErrorCode
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from .replay import Divergence
+    from .roles import Halt
     from .run_dir import RunManifest
 
 
@@ -40,7 +41,7 @@ class ForcedFork:
 class Fork:
     """A branch to start: its name, the version it starts at and the branch that made that.
 
-    `forced` is None for one that was asked for.
+    `forced` is None for one that was asked for; `halt` is what the guard rolled back for.
     """
 
     branch: str
@@ -50,6 +51,7 @@ class Fork:
     config_digest: str
     changed: Sequence[str]
     forced: ForcedFork | None = None
+    halt: Halt | None = None
 
     @property
     def words(self) -> str:
@@ -70,6 +72,7 @@ class Fork:
             "from_snapshot_id": self.origin.snapshot_id,
             "changed": list(self.changed),
             "forced": self.forced.to_json() if self.forced else None,
+            "guard": self.halt.to_json() if self.halt else None,
             "overlay": dict(overlay),
             "config": dict(self.config),
             "config_digest": self.config_digest,
@@ -79,7 +82,7 @@ class Fork:
 
 def first_commit_attributes(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What the first version of a branch says beside what every version does."""
-    names = ("from_branch", "from_version", "from_snapshot_id", "changed", "forced")
+    names = ("from_branch", "from_version", "from_snapshot_id", "changed", "forced", "guard")
     return {
         "config": entry["config"],
         "forked_from": {name.removeprefix("from_"): entry.get(name) for name in names},
@@ -109,6 +112,12 @@ def starts_branch(manifest: RunManifest, *, branch: str | None, from_ref: str | 
             f"{', '.join(manifest.branches)}.",
         )
     return from_ref is not None or (branch is not None and not known)
+
+
+def rollbacks(history: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """(snapshot id, rule) of every rollback that a run's history tells of."""
+    made = [entry["guard"] for entry in history if entry.get("guard")]
+    return tuple((guard["snapshot_id"], guard["rule"]) for guard in made)
 
 
 def unused_name(from_branch: str, version: int, *, taken: Collection[str]) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from .accounting import Accounting
 from .batching import batch_to_columns, batch_values
 from .density import changed_by_kind, counts_by_kind
-from .driver import Committed
 from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
+from .roles import Committed
 from .shared_publishing import SharedPublisher
 from .task_state import TaskId
 from .training import StepOutcome, ledger_table, trainer_attributes

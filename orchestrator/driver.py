@@ -6,6 +6,7 @@
     trainer         groups of one step         next version,       `train.timeout_seconds`
                                                ledger rows
     committer       one trained version        one commit          `publish.timeout_seconds`
+                    one version's evaluations  its verdict
 
 A task's deadline is the executor's. Whoever is late is named in a `DeadlineError` or `TaskFault`.
 """
@@ -16,11 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from .accounting import Accounting, Ledger, LedgerRow, since
 from .background import BackgroundThread, Completion
-from .errors import DeadlineError, RunError, RunErrorCode, TaskError
+from .dispatching import rollout_rows
+from .empty_steps import EmptySteps
+from .errors import DeadlineError, RunErrorCode, TaskError
+from .evaluation_state import EvaluationState
 from .examples import example_rows, learns_from_prompts
 from .executor import (
     Executor,
@@ -29,22 +33,32 @@ from .executor import (
     TaskPart,
     TaskResult,
     TaskSpec,
-    WorkerEvent,
     WorkerJoined,
     WorkerLeft,
     WorkerRefused,
 )
+from .held_out import HeldOut
 from .plan import Plan
 from .resolve import ResolvedPipeline
 from .results import TaskResults
+from .roles import (
+    Committed,
+    CommittingRole,
+    Halt,
+    JudgingRole,
+    Observer,
+    StepRecord,
+    TrainingRole,
+    Verdict,
+)
 from .score_faults import Decided, exclude_culprit, ledger_words
-from .seeds import derive_seed
 from .spool import SPOOL_WORKER, ResultSpool, SpoolKey
 from .task_state import (
     Complete,
     Event,
     GiveUp,
     Instruction,
+    Judge,
     PartFinished,
     Publish,
     StepTrained,
@@ -55,76 +69,15 @@ from .task_state import (
     TaskId,
     TaskState,
     Train,
+    VersionJudged,
     VersionPublished,
 )
 from .training import StepOutcome, StepResult, publish_times
-from .types import ScoredGroup
 from .waits import Outstanding, Wait, seconds_without_progress, task_waits, worker_words
-from .wire import PORT_CODECS, prompt_digest, score_to_json, unpack_prompts
+from .wire import PORT_CODECS, score_to_json, unpack_prompts
 from .worker_board import WorkerBoard
 
 POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """A committed version as the driver and its observers see it."""
-
-    version: int
-    snapshot_id: str
-    weight_bytes: int
-    dense_bytes: int
-    is_anchor: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One finished step, for progress, trackers and the summary.
-
-    `committed` is None in runs that do not train.
-    """
-
-    step: int
-    steps: int
-    committed: Committed | None
-    metrics: Mapping[str, float]
-    accounting: Accounting
-    elapsed_seconds: float
-    step_rate: float
-    """Steps a second since the run was started or resumed."""
-
-
-class TrainingRole(Protocol):
-    """Trains a step; called on the trainer thread, one step at a time."""
-
-    def __call__(
-        self,
-        *,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        open_rows: Mapping[str, LedgerRow],
-        lost: Mapping[str, str],
-    ) -> StepResult: ...
-
-
-class CommittingRole(Protocol):
-    """Commits a trained step; called on the committer thread, one version at a time."""
-
-    def __call__(
-        self, outcome: StepOutcome, *, accounting: Accounting, late: Sequence[TaskId]
-    ) -> Committed: ...
-
-
-class Observer(Protocol):
-    """Is told what happens, on the main thread."""
-
-    def on_task(self, result: TaskResult, *, started_seconds: float) -> None: ...
-
-    def on_fault(self, fault: TaskFault) -> None: ...
-
-    def on_worker(self, event: WorkerEvent) -> None: ...
-
-    def on_step(self, record: StepRecord) -> None: ...
 
 
 @dataclass(slots=True)
@@ -149,10 +102,13 @@ class Driver:
         pipeline: ResolvedPipeline,
         plan: Plan,
         state: TaskState,
+        evaluations: EvaluationState,
+        held_out: Mapping[str, HeldOut],
         executor: Executor,
         ledger: Ledger,
         training: TrainingRole,
         committing: CommittingRole,
+        judging: JudgingRole,
         observers: Sequence[Observer],
         heads: Mapping[int, str],
         board: WorkerBoard,
@@ -164,6 +120,10 @@ class Driver:
         self._pipeline = pipeline
         self._plan = plan
         self._state = state
+        self._evaluations = evaluations
+        self._held_out = held_out
+        self._judging = judging
+        self._halt: Halt | None = None
         self._executor = executor
         self._ledger = ledger
         self._training = training
@@ -172,6 +132,7 @@ class Driver:
         self._heads = dict(heads)
         self._results = TaskResults(state.template)
         self._delivers_parts = bool(getattr(executor, "delivers_parts", False))
+        self._evaluated: dict[TaskId, bytes] = {}
         self._decided: dict[TaskId, Decided] = {}
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
@@ -179,25 +140,36 @@ class Driver:
         self._submitted: dict[TaskId, float] = {}
         self._late_tasks: dict[int, Sequence[TaskId]] = {}
         self._trained: dict[int, _Step] = {}
-        self._empty_steps = 0
+        self._empty_steps = EmptySteps(limit=pipeline.options.max_empty_steps)
         self._trainer = BackgroundThread("trainer", notify=executor.wake)
         self._committer = BackgroundThread("committer", notify=executor.wake)
         self._started = self._progressed = time.monotonic()
         self._from_prompts = learns_from_prompts(pipeline)
 
-    def run(self) -> None:
-        """Execute instructions until the last step is committed.
+    def run(self) -> Halt | None:
+        """Execute instructions until the last step is committed, or a verdict halts the run.
 
         Raises `TaskError`, `DeadlineError` or `RunError`, or what training or committing raised.
         """
-        pending: deque[Instruction] = deque(self._state.start())
+        pending: deque[Instruction] = deque(self._state.start() + self._evaluations.start())
         while True:
             while pending:
                 if isinstance(instruction := pending.popleft(), Complete):
-                    return
+                    return None
                 self._execute(instruction)
             for event in self._events():
-                pending.extend(self._state.handle(event))
+                pending.extend(self._handle(event))
+            if self._halt is not None:
+                return self._halt
+
+    def _handle(self, event: Event) -> list[Instruction]:
+        """Tell both state machines what concerns them."""
+        if isinstance(event, TaskFinished | TaskFailed) and event.task.node in self._held_out:
+            return self._evaluations.handle(event)
+        made = self._state.handle(event)
+        if isinstance(event, VersionPublished | VersionJudged):
+            made += self._evaluations.handle(event)
+        return made
 
     def finish_commit(self, *, timeout_seconds: float) -> bool:
         """Let a commit in progress finish; False if it did not in time."""
@@ -211,10 +183,12 @@ class Driver:
                 self._train(instruction)
             case Publish(version=version):
                 self._commit(version)
+            case Judge():
+                self._judge(instruction)
             case GiveUp(task=task, reason=reason):
                 self._give_up(task, self._fault_words.get(task, reason))
             case Stop(task=task, reason=reason):
-                version = self._state.required_version(task.step)
+                version = self._version_of(task)
                 raise TaskError(
                     f"task {task} (policy version {version}) failed: {reason}.",
                     code=RunErrorCode.TASK_FAILED,
@@ -244,7 +218,7 @@ class Driver:
             self._progressed = time.monotonic()
             events += self._on_executor_event(event)
         events += [self._on_trained(done) for done in self._trainer.completed()]
-        events += [self._on_committed(done) for done in self._committer.completed()]
+        events += [e for done in self._committer.completed() for e in self._on_committer(done)]
         if not events:
             self._check_deadlines()
         self._watch()
@@ -270,7 +244,11 @@ class Driver:
         seen = self._with_queue_time(result, started_seconds=started)
         for observer in self._observers:
             observer.on_task(seen, started_seconds=started)
-        if self._state.awaits(result.task, attempt=result.attempt):
+        if result.task.node in self._held_out:
+            if self._evaluations.awaits(result.task, attempt=result.attempt):
+                self._keep(result)
+                self._evaluated[result.task] = result.output
+        elif self._state.awaits(result.task, attempt=result.attempt):
             self._keep(result)
             self._results.add(result, codec=PORT_CODECS[self._output_kind(result.task.node)])
             if self._from_prompts:
@@ -306,16 +284,27 @@ class Driver:
         return self._spool.find(self._key(self._spool, task), attempt=attempt)
 
     def _key(self, spool: ResultSpool, task: TaskId) -> SpoolKey:
-        version, snapshot = self._policy_of(task)
-        inputs = self._results.inputs(task)
-        return spool.key(task, version=version, snapshot_id=snapshot, inputs=inputs)
+        version, snapshot_id = self._policy_of(task)
+        inputs = self._inputs(task)
+        return spool.key(task, version=version, snapshot_id=snapshot_id, inputs=inputs)
 
     def _policy_of(self, task: TaskId) -> tuple[int, str]:
         """The version and snapshot a task needs; -1 and empty if it needs none."""
-        if not self._state.template.node(task.node).needs_policy:
+        evaluates = task.node in self._held_out
+        if not evaluates and not self._state.template.node(task.node).needs_policy:
             return -1, ""
-        version = self._state.required_version(task.step)
+        version = self._version_of(task)
         return version, self._heads.get(version, "")
+
+    def _version_of(self, task: TaskId) -> int:
+        """The version that an evaluation is of, or that rollouts of the task's step use."""
+        return task.step if task.node in self._held_out else self._state.required_version(task.step)
+
+    def _inputs(self, task: TaskId) -> list[bytes]:
+        """The packed values that a task reads."""
+        if task.node in self._held_out:
+            return [self._held_out[task.node].packed(task.shard)]
+        return self._results.inputs(task)
 
     def _on_fault(self, fault: TaskFault) -> TaskFailed:
         for observer in self._observers:
@@ -354,9 +343,10 @@ class Driver:
         task = instruction.task
         node = self._pipeline.nodes[task.node]
         version, snapshot_id = self._policy_of(task)
-        inputs = self._results.inputs(task)
+        inputs = tuple(self._inputs(task))
         if node.spec.role == "rollout":
-            self._dispatch_rows(task, inputs[0])
+            seed = self._pipeline.options.seed
+            self._ledger.dispatch(rollout_rows(task, node, inputs[0], run_seed=seed))
         found = self._find(task, attempt=instruction.attempt)
         if found is not None:
             self._found.append(found)
@@ -372,8 +362,8 @@ class Driver:
             TaskSpec(
                 task=task,
                 attempt=instruction.attempt,
-                priority=(task.step, instruction.order, task.shard),
-                inputs=tuple(inputs),
+                priority=self._priority(task, instruction.order),
+                inputs=inputs,
                 values=values,
                 deadline_seconds=node.options.timeout_seconds,
                 version=version,
@@ -382,23 +372,14 @@ class Driver:
             )
         )
 
-    def _dispatch_rows(self, task: TaskId, prompts: bytes) -> None:
-        node = self._pipeline.nodes[task.node]
-        first = task.shard * node.options.prompts_per_task
-        chosen = unpack_prompts(prompts)[first : first + node.options.prompts_per_task]
-        seed = self._pipeline.options.seed
-        self._ledger.dispatch(
-            LedgerRow(
-                group_id=f"{task.step}/{first + index}",
-                step=task.step,
-                prompt_id=prompt.id,
-                prompt_digest=prompt_digest(prompt),
-                num_rollouts=node.options.group_size,
-                task=str(task),
-                first_seed=derive_seed(seed, node.name, task.step, first + index, 0),
-            )
-            for index, prompt in enumerate(chosen)
-        )
+    def _priority(self, task: TaskId, order: int) -> tuple[int, int, int]:
+        """Evaluations that rollouts wait for come first; others after the rollouts that a version
+        makes, on workers that would be idle."""
+        if task.node not in self._held_out:
+            return task.step, order, task.shard
+        first = self._state.template.judged_first
+        step = 0 if first else task.step + self._state.template.lag + 2
+        return step, order, task.shard
 
     def _train(self, instruction: Train) -> None:
         step = instruction.step
@@ -436,11 +417,33 @@ class Driver:
             lambda: self._committing(outcome, accounting=step.accounting, late=step.late),
         )
 
+    def _judge(self, instruction: Judge) -> None:
+        version = instruction.version
+        outputs = {
+            task: self._evaluated.pop(task) for task in instruction.tasks if task in self._evaluated
+        }
+        self._committer.submit(
+            version,
+            lambda: self._judging(version=version, outputs=outputs, lost=instruction.lost),
+        )
+
+    def _on_committer(self, done: Completion) -> list[Event]:
+        """A commit, or a verdict, which either lets the run go on or ends it."""
+        self._progressed = time.monotonic()
+        result = _result(done)
+        if isinstance(result, Committed):
+            return [self._on_committed(result, seconds=done.seconds)]
+        verdict: Verdict = result
+        if verdict.halt is not None:
+            self._halt = verdict.halt
+            return []
+        return [VersionJudged(version=verdict.version)]
+
     def _on_trained(self, done: Completion) -> StepTrained:
         self._progressed = time.monotonic()
         outcome: StepResult = _result(done)
         self._ledger.close(outcome.rows)
-        self._check_empty(outcome)
+        self._empty_steps.check(outcome, self._ledger.closed)
         late = self._late_tasks.pop(done.label)
         if self._state.template.trains:
             self._trained[done.label] = _Step(outcome, self._ledger.closed, late)
@@ -457,23 +460,25 @@ class Driver:
         self._fault_words = {t: w for t, w in self._fault_words.items() if t.step >= before}
         self._lost = {g: r for g, r in self._lost.items() if int(g.partition("/")[0]) >= before}
 
-    def _on_committed(self, done: Completion) -> VersionPublished:
-        self._progressed = time.monotonic()
-        committed: Committed = _result(done)
+    def _on_committed(self, committed: Committed, *, seconds: float) -> VersionPublished:
         self._heads[committed.version] = committed.snapshot_id
         step = self._trained.pop(committed.version)
         oldest_step = min((t.step for t in step.late), default=committed.version + 1)
         oldest = self._state.required_version(min(oldest_step, committed.version))
+        consumed = oldest_step - 1
+        if self._evaluations.judges:
+            oldest = min(oldest, self._evaluations.judged + 1)
+            consumed = min(consumed, self._evaluations.judged)
         self._heads = {v: s for v, s in self._heads.items() if v >= oldest}
         if self._spool is not None:
-            self._spool.consumed(step=oldest_step - 1)
+            self._spool.consumed(step=consumed)
         self._record(
             step.outcome,
             committed,
             accounting=since(step.accounting, self._ledger.accounting()),
             extra={
                 **publish_times(step.outcome.timing),
-                "commit_seconds": done.seconds,
+                "commit_seconds": seconds,
             },
         )
         return VersionPublished(version=committed.version)
@@ -499,22 +504,6 @@ class Driver:
         for observer in self._observers:
             observer.on_step(record)
 
-    def _check_empty(self, outcome: StepResult) -> None:
-        """Stop a run that trains on nothing because nothing is valid."""
-        invalid = sum(row.invalid for row in outcome.rows)
-        trained = sum(row.trained for row in outcome.rows)
-        self._empty_steps = self._empty_steps + 1 if invalid and not trained else 0
-        if self._empty_steps >= self._pipeline.options.max_empty_steps:
-            counts = self._ledger.closed
-            top = sorted(counts.reasons.items(), key=lambda item: -item[1])[:3]
-            reasons = "; ".join(f"{why} ({number} rollouts)" for why, number in top)
-            raise RunError(
-                f"{self._empty_steps} steps in a row had no valid rollout to train on, last step "
-                f"{outcome.step}: {counts.line()}. Reasons: {reasons}.",
-                code=RunErrorCode.NOTHING_TRAINED,
-                remedy="Look at the scorer, and at the workers' logs.",
-            )
-
     def _watch(self) -> None:
         """Let others see what the workers do."""
         if self._board.due:
@@ -527,9 +516,7 @@ class Driver:
         if train and self._trainer.busy_seconds() > train.options.timeout_seconds:
             raise self._late(f"training of step {self._state.training} (node {train.name!r})")
         if publish and self._committer.busy_seconds() > publish.options.timeout_seconds:
-            raise self._late(
-                f"the commit of version {self._state.publishing} (node {publish.name!r})"
-            )
+            raise self._late(f"{self._committers_work} (node {publish.name!r})")
         idle = time.monotonic() - self._progressed
         busy = self._trainer.busy_seconds() or self._committer.busy_seconds()
         limit = self._pipeline.options.stall_seconds
@@ -540,17 +527,24 @@ class Driver:
         ):
             raise self._late("any progress")
 
+    @property
+    def _committers_work(self) -> str:
+        if self._state.publishing is not None:
+            return f"the commit of version {self._state.publishing}"
+        return f"the verdict on version {self._evaluations.judging}"
+
     def _waits(self, workers: Sequence[Mapping[str, Any]]) -> list[Wait]:
         """All that is outstanding, with who must deliver it."""
+        outstanding = [*self._state.outstanding(), *self._evaluations.outstanding()]
         waits = task_waits(
-            [self._outstanding(task, attempt) for task, attempt in self._state.outstanding()],
+            [self._outstanding(task, attempt) for task, attempt in outstanding],
             workers,
             idle_seconds=time.monotonic() - self._progressed,
             stall_seconds=self._pipeline.options.stall_seconds,
         )
         for role, what, thread in (
             ("train", f"training of step {self._state.training}", self._trainer),
-            ("publish", f"the commit of version {self._state.publishing}", self._committer),
+            ("publish", self._committers_work, self._committer),
         ):
             if thread.busy_seconds():
                 (node,) = self._pipeline.by_role(role)

@@ -24,6 +24,7 @@ from .errors import PipelineError, RunErrorCode
 from .graph import Graph, build_graph
 from .joining import join_columns
 from .options import (
+    EvaluateOptions,
     FunctionOptions,
     InferOptions,
     PublishOptions,
@@ -41,6 +42,7 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     SCORE = "score"
     INFER = "infer"
+    EVALUATE = "evaluate"
     FUNCTION = "function"
     TRAIN = "train"
     PUBLISH = "publish"
@@ -54,6 +56,7 @@ class Port(StrEnum):
     SCORED = "scored"
     WEIGHTS = "weights"
     POLICY = "policy"
+    EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class NodeSpec:
     functions: tuple[Callable[..., Any], ...] = ()
     other_kinds: tuple[Port, ...] = ()
     """Kinds of input accepted in place of `input_kinds`."""
+    prompts: Callable[..., Any] | None = None
+    """What makes the held-out prompts of an evaluation."""
     components: Mapping[str, ComponentChoice] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -152,12 +157,7 @@ def score(
     A function takes a `Rollout` and returns a number, `Invalid(reason)`, or None to abstain;
     several are summed. What it raises makes that rollout invalid, never reward 0.
     """
-    functions: tuple[Callable[..., Any], ...] = ()
-    scorer = ComponentChoice("function")
-    if isinstance(by, str | ComponentChoice):
-        scorer = _choice(by)
-    else:
-        functions = (by,) if callable(by) else tuple(by)
+    scorer, functions = _scored_by(by)
     return NodeSpec(
         name=name,
         role=Role.SCORE,
@@ -250,6 +250,38 @@ def node(
     )
 
 
+def evaluate(
+    prompts: Callable[..., Any],
+    /,
+    *,
+    by: Callable[..., Any] | Sequence[Callable[..., Any]] | str | ComponentChoice,
+    name: str = "evaluate",
+    **options: Any,
+) -> NodeSpec:
+    """Score every so many versions on held-out prompts, with the engine of the rollout node.
+
+    `prompts(rng)` returns a list of `Prompt`, made once; `rng` is seeded by the run alone. `by`
+    is as of `score`. Prompts and seeds are the same for every version, so that two evaluations
+    differ by their policies alone. Results are kept beside the version: its score, and pass@k
+    where a score of at least `pass_score` counts as a success.
+    """
+    scorer, functions = _scored_by(by)
+    return NodeSpec(
+        name=name,
+        role=Role.EVALUATE,
+        inputs=(),
+        input_kinds=(),
+        output=name,
+        output_kind=Port.EVALUATION,
+        options_type=EvaluateOptions,
+        functions=functions,
+        prompts=prompts,
+        components={"scorer": scorer},
+        options=options,
+        where=_caller(),
+    )
+
+
 def train(
     scored: str,
     /,
@@ -309,6 +341,20 @@ def publish(
     )
 
 
+def guard(*rules: str | Mapping[str, Any], **options: Any) -> ComponentChoice:
+    """The guard that judges every version by declared rules: `Pipeline(guard=guard(...))`.
+
+    A rule is a text, `"reward drop=0.2 over=3 action=rollback scale.train.lr=0.1"`, or a
+    `rule(...)`; plugin `rules` says what it may hold.
+    """
+    return ComponentChoice("rules", {"rules": list(rules), **options})
+
+
+def rule(metric: str, /, **options: Any) -> Mapping[str, Any]:
+    """A rule of the guard over one metric, with its condition, window and action."""
+    return {"metric": metric, **options}
+
+
 class Pipeline:
     """A validated task graph with its model and run-wide options.
 
@@ -323,13 +369,24 @@ class Pipeline:
         *nodes: NodeSpec,
         model: str | ComponentChoice = "transformer",
         trackers: Sequence[str | ComponentChoice] = ("jsonl",),
+        guard: str | ComponentChoice = "rules",
         **options: Any,
     ) -> None:
         self.nodes = nodes
         self.model = _choice(model)
         self.trackers = tuple(_choice(tracker) for tracker in trackers)
+        self.guard = _choice(guard)
         self.options: Mapping[str, Any] = options
         self.graph: Graph = build_graph(nodes)
+
+
+def _scored_by(
+    by: Callable[..., Any] | Sequence[Callable[..., Any]] | str | ComponentChoice,
+) -> tuple[ComponentChoice, tuple[Callable[..., Any], ...]]:
+    """The scorer plugin meant, and the functions it is to call."""
+    if isinstance(by, str | ComponentChoice):
+        return _choice(by), ()
+    return ComponentChoice("function"), (by,) if callable(by) else tuple(by)
 
 
 def _choice(value: str | ComponentChoice | object) -> ComponentChoice:

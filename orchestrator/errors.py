@@ -9,6 +9,7 @@ DeltaloomError
    +- TaskError            a task failed for good; names node, worker and policy version
    +- DeadlineError        a wait expired; names what was waited for
    +- RunInterruptedError  a person or a signal stopped the run; it can be resumed
+   +- RunPausedError       the guard stopped the run for a person to look at; it can be resumed
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class RunErrorCode(StrEnum):
     BAD_REVIEW = "bad-review"
     FILE_EXISTS = "file-exists"
     RANK_LOST = "rank-lost"
+    GUARD_PAUSED = "guard-paused"
 
 
 class OrchestratorError(DeltaloomError):
@@ -82,6 +84,10 @@ class DeadlineError(OrchestratorError):
 
 class RunInterruptedError(OrchestratorError):
     """The run was stopped from outside and can be resumed."""
+
+
+class RunPausedError(OrchestratorError):
+    """A rule of the guard paused the run; it can be resumed."""
 
 
 @contextmanager

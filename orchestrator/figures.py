@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting, accounting_from_json
+from .version_notes import VersionNotes
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
@@ -59,10 +60,16 @@ class Figures:
         return sum(sent for sent, _ in trained), sum(dense for _, dense in trained)
 
 
-def figures_of(infos: Sequence[CommitInfo]) -> Figures:
-    """The figures of versions given oldest first."""
+def figures_of(
+    infos: Sequence[CommitInfo], notes: Mapping[str, VersionNotes] | None = None
+) -> Figures:
+    """The figures of versions given oldest first; `notes`, by snapshot id, add evaluations."""
     moments = [datetime.fromisoformat(info.written_at).timestamp() for info in infos]
-    rows = [_metrics(info, moment) for info, moment in zip(infos, moments, strict=True)]
+    known = notes or {}
+    rows = [
+        _metrics(info, moment) | known.get(info.snapshot_id, VersionNotes()).metrics()
+        for info, moment in zip(infos, moments, strict=True)
+    ]
     for row, before, after in zip(rows[1:], moments, moments[1:], strict=False):
         if "num_tokens" in row and after > before:
             row["tokens_per_second"] = row["num_tokens"] / (after - before)

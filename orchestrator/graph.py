@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from .errors import PipelineError, RunErrorCode, suggest
 if TYPE_CHECKING:
     from .dsl import NodeSpec
 
-RESERVED_NAMES = ("pipeline", "model", "trackers", "executor", "fusion")
+RESERVED_NAMES = ("pipeline", "model", "trackers", "executor", "fusion", "guard")
 """Top-level configuration sections; a node cannot be named so."""
+_NOTE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ def build_graph(nodes: Sequence[NodeSpec]) -> Graph:
     ordered = _topological(nodes, edges)
     _check_roles(nodes)
     _check_learns_one_thing(nodes, producers)
+    _check_evaluations(nodes)
     return Graph(nodes=ordered, edges=(*edges, *_policy_edges(nodes)))
 
 
@@ -170,13 +173,30 @@ def _check_learns_one_thing(nodes: Sequence[NodeSpec], producers: Mapping[str, N
             )
 
 
+def _check_evaluations(nodes: Sequence[NodeSpec]) -> None:
+    """An evaluation samples from trained versions with the rollout node's engine, and its results
+    are named by its node."""
+    roles = {node.role.value for node in nodes}
+    for node in nodes:
+        if node.role != "evaluate":
+            continue
+        if _NOTE_NAME.fullmatch(node.name) is None:
+            raise _error(
+                f"{node.where}: an evaluate node's name must be lower-case letters, digits and "
+                f"'_', got {node.name!r}."
+            )
+        for role in ("rollout", "train"):
+            if role not in roles:
+                raise _error(f"node {node.name!r} evaluates nothing: there is no {role} node.")
+
+
 def _policy_edges(nodes: Sequence[NodeSpec]) -> list[Edge]:
     return [
         Edge(producer=publisher.name, consumer=node.name, port=publisher.output, carried=True)
         for publisher in nodes
         if publisher.role == "publish"
         for node in nodes
-        if node.role in ("rollout", "infer")
+        if node.role in ("rollout", "infer", "evaluate")
     ]
 
 

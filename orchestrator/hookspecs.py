@@ -86,6 +86,10 @@ class ComponentSpecs(Protocol):
         """Metric sinks (`interfaces.Tracker`)."""
 
     @hookspec
+    def register_guards(self) -> list[type[Any]]:
+        """Judges of versions (`interfaces.Guard`); asked in the driver after every commit."""
+
+    @hookspec
     def register_simulators(self) -> list[type[Any]]:
         """Simulators (`interfaces.Simulator`); `deltaloom simulate NAME`."""
 

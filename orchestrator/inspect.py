@@ -16,6 +16,7 @@ from ..storage.repository import PolicyRepository
 from .accounting import Accounting, accounting_from_json
 from .errors import RunError, RunErrorCode
 from .run_dir import RunDir, RunManifest, open_run
+from .version_notes import VersionNotes, version_notes
 
 Json = dict[str, Any]
 MAX_TEXT_CHARS = 60
@@ -57,14 +58,20 @@ class StoredRun:
     def log(self, *, limit: int | None = None) -> list[Json]:
         """Versions of the run's branch, newest first."""
         infos = self.repository.log(self.branch, limit=limit)
-        return [version_line(info) for info in infos]
+        notes = version_notes(self.repository, infos)
+        return [
+            version_line(info) | notes.get(info.snapshot_id, VersionNotes()).to_json()
+            for info in infos
+        ]
 
     def show(self, ref: str) -> Json:
         """Everything about one version: commit, metrics, ledger rows, tensors."""
         info = self.info(ref)
         specs, digests = self.repository.tensor_list(info)
+        notes = version_notes(self.repository, [info]).get(info.snapshot_id, VersionNotes())
         return {
             **version_line(info),
+            **notes.to_json(),
             "branch": info.branch,
             "written_at": info.written_at,
             "parent_snapshot_id": info.parent_snapshot_id,
@@ -140,6 +147,8 @@ class StoredRun:
         config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
         steps = config["pipeline"]["steps"]
         version = head.version if head else -1
+        infos = self.repository.log(self.branch) if head else []
+        notes = version_notes(self.repository, infos)
         return {
             "run_dir": str(self.run_dir.path),
             "store": self.manifest.store_url,
@@ -153,6 +162,12 @@ class StoredRun:
             "closed": (live or accounting).is_closed,
             "accounting_line": (live or accounting).line(),
             "metrics": dict(head.attributes["metrics"]) if head else {},
+            "evaluations": newest_evaluations(infos, notes),
+            "guard": [
+                finding
+                for info in infos
+                for finding in notes.get(info.snapshot_id, VersionNotes()).findings
+            ],
         }
 
     def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
@@ -182,6 +197,17 @@ class StoredRun:
             for row in np.flatnonzero(batch.group_index == group)
             if batch.lengths[row]
         ]
+
+
+def newest_evaluations(
+    infos: Sequence[CommitInfo], notes: Mapping[str, VersionNotes]
+) -> dict[str, Json]:
+    """The newest result of each evaluate node; `infos` are newest first."""
+    newest: dict[str, Json] = {}
+    for info in infos:
+        for node, values in notes.get(info.snapshot_id, VersionNotes()).evaluations.items():
+            newest.setdefault(node, values)
+    return newest
 
 
 def _last_at_work(run: Path) -> float:

@@ -8,15 +8,16 @@ is: listing plugins must stay cheap. Kinds, and where their instances live:
     model                                   training process and every rollout worker
     engine, scorer, inference               rollout workers
     executor, tracker, verifier, fusion     the driver process
+    guard                                   the driver process
     simulator                               the command line
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -404,6 +405,78 @@ class Replacement:
     """As in the node's components: "trainer", "algorithm", ..."""
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A committed version as a guard sees it.
+
+    `metrics` are those of its step and of its evaluations, the latter named `NODE.score` and
+    `NODE.pass@K`. `is_own` says whether the version was made on the branch that is judged, and
+    not before that began.
+    """
+
+    version: int
+    snapshot_id: str
+    metrics: Mapping[str, float]
+    is_own: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a guard found at a version, and what is to be done.
+
+    `warn` is written down; `pause` ends the run at the version; `rollback` goes on from
+    `last_good` on a new branch, with the options of `overlay` (a tree as of `--set`) in force.
+    """
+
+    version: int
+    rule: str
+    action: Literal["warn", "pause", "rollback"]
+    reason: str
+    last_good: int = 0
+    overlay: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The finding in one line."""
+        return f"{self.action} at version {self.version}: {self.reason} (rule: {self.rule})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "rule": self.rule,
+            "action": self.action,
+            "reason": self.reason,
+            "last_good": self.last_good,
+            "overlay": dict(self.overlay),
+        }
+
+
+class Guard(Component, Protocol):
+    """Judges versions by their metrics. Built as `Guard(config)`."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it can find anything at all."""
+        ...
+
+    def check(self, config: Mapping[str, Any], metrics: Collection[str]) -> None:
+        """Refuse rules that cannot hold, before anything runs. Raises `ConfigError`.
+
+        `config` are the run's resolved options; `metrics` the names that evaluations give.
+        """
+        ...
+
+    def judge(
+        self, history: Sequence[Observed], config: Mapping[str, Any], *, num_rollbacks: int
+    ) -> Sequence[Finding]:
+        """What begins to hold with the last version of `history`, oldest first.
+
+        A function of its arguments alone. `config` are the run's resolved options and
+        `num_rollbacks` how often the run was rolled back before.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,42 @@ class InferOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions:
+    """Options of `evaluate`. Sampling is that of the rollout node where nothing else is said."""
+
+    every: int = 10
+    """Versions between evaluations. The first and the last version are evaluated too."""
+    num_samples: int = 4
+    """Completions of each prompt."""
+    ks: tuple[int, ...] = (1,)
+    """The k of each pass@k to report, at most `num_samples`."""
+    pass_score: float = 1.0
+    """The least score that counts as a success in pass@k."""
+    before_use: bool = False
+    """Rollouts of a version wait until it is evaluated and the guard has judged it: one that a
+    rule rolls back or pauses at makes none. Otherwise evaluations run on workers that would be
+    idle, and training goes on meanwhile, by as many versions as rollouts lag behind and one."""
+    max_new_tokens: int | None = None
+    """Longest completion, in tokens."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    """Share of probability kept, most likely tokens first."""
+    prompts_per_task: int = 32
+    """Prompts of one evaluation task."""
+    timeout_seconds: float = 600.0
+    """Longest one evaluation task, or making the prompts, may go without progress."""
+
+    def __post_init__(self) -> None:
+        check_least(self, every=1, num_samples=1, prompts_per_task=1, timeout_seconds=0.001)
+        if not self.ks or not all(1 <= k <= self.num_samples for k in self.ks):
+            raise ConfigError(
+                f"ks must be numbers from 1 to num_samples {self.num_samples}, got {self.ks!r}.",
+                code=RunErrorCode.WRONG_TYPE,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionOptions:
     """Options of `node`."""
 

@@ -12,6 +12,7 @@ from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
 from .examples import learns_from_prompts
 from .fusing import check_by_group, plan_fusion, with_replacements
 from .graph import Graph
+from .interfaces import Guard
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
 from .task_state import FailurePolicy, NodeTemplate, StepTemplate
@@ -60,6 +61,11 @@ class Plan:
     chains: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
 
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """The evaluate nodes that run."""
+        return tuple(e.node for e in self.entries if e.runs and e.role == "evaluate")
+
     def to_json(self) -> dict[str, Any]:
         return {
             "nodes": [
@@ -85,6 +91,7 @@ def make_plan(
     graph = pipeline.graph
     selected = select(graph, selection or Selection())
     _check_late_options(pipeline)
+    _check_judging(pipeline)
     fusion = plan_fusion(pipeline, plugins)
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
     chains = check_chains(graph, fusion.chains, selected)
@@ -159,6 +166,8 @@ def step_template(
     (rollout,) = _rollout_nodes(graph, selected) or (None,)
     sharded = graph.downstream(rollout.name) if rollout else frozenset()
     trainers = [node for node in pipeline.by_role("train") if node.name in selected]
+    evaluations = [node for node in pipeline.by_role("evaluate") if node.name in selected]
+    guard: Guard = pipeline.guard.create()
     options = pipeline.options
     return StepTemplate(
         nodes=tuple(
@@ -180,6 +189,8 @@ def step_template(
         ready_share=trainers[0].options.ready_share if trainers else 1.0,
         late_steps=options.late_steps,
         waits_for_late=options.staleness_policy == "wait",
+        judges=bool(trainers) and (bool(evaluations) or guard.is_active),
+        judged_first=any(node.options.before_use for node in evaluations),
     )
 
 
@@ -201,6 +212,20 @@ def _check_late_options(pipeline: ResolvedPipeline) -> None:
             "every step waits for all of its groups.",
             code=RunErrorCode.WRONG_TYPE,
             remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
+        )
+
+
+def _check_judging(pipeline: ResolvedPipeline) -> None:
+    """Refuse evaluations and rules that could not hold. Raises `ConfigError`."""
+    guard: Guard = pipeline.guard.create()
+    guard.check(pipeline.config, pipeline.evaluation_metrics)
+    first = [node.name for node in pipeline.by_role("evaluate") if node.options.before_use]
+    if first and any(node.options.in_flight for node in pipeline.by_role("rollout")):
+        raise ConfigError(
+            f"{first[0]}.before_use cannot hold with rollout.in_flight: workers activate a version "
+            "before it is evaluated.",
+            code=RunErrorCode.WRONG_TYPE,
+            remedy="Turn one of them off.",
         )
 
 
@@ -247,7 +272,7 @@ def _check_inputs(graph: Graph, node: NodeSpec, chosen: frozenset[str]) -> None:
                 f"node {node.name!r} needs the output of {producer!r}, which is outside the "
                 f"slice. Add {producer!r} to it."
             )
-    partner = {"train": "publish"}.get(node.role)
+    partner = {"train": "publish", "evaluate": "train"}.get(node.role)
     if partner and not any(n.role == partner and n.name in chosen for n in graph.nodes):
         raise _error(f"node {node.name!r} cannot run without the {partner} node; add it.")
 
@@ -271,7 +296,7 @@ def _entry(
 
 
 def _where(node: ResolvedNode, pipeline: ResolvedPipeline) -> str:
-    if node.spec.role in WORKER_ROLES:
+    if node.spec.role in (*WORKER_ROLES, "evaluate"):
         return f"{pipeline.options.workers} {pipeline.options.executor} workers"
     return "driver"
 
@@ -292,6 +317,12 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             )
         case "score":
             return f"each task's rollouts, {options.timeout_seconds:g} s for one at most"
+        case "evaluate":
+            when = ", before its rollouts" if options.before_use else ""
+            return (
+                f"every {options.every} versions and the last{when}; {options.num_samples} "
+                "completions a prompt"
+            )
         case "infer":
             return "each task's groups, at the policy version that generated them"
         case "function":
@@ -332,6 +363,9 @@ def _notes(pipeline: ResolvedPipeline, template: StepTemplate) -> tuple[str, ...
         )
     else:
         notes.append(f"no training: {options.steps} steps with policy version 0")
+    guard: Guard = pipeline.guard.create()
+    if template.judges and guard.is_active:
+        notes.append(f"every version is judged by the guard {pipeline.guard.name!r}")
     return tuple(notes)
 
 

@@ -54,6 +54,7 @@ BUNDLED_PLUGINS = (
     "fusion.inter_planner",
     "fusion.intra_planner",
     "fusion.prediction",
+    "guards.rules",
     "pipeline.prediction",
     "pipeline.trainer",
     "inference.reference",
@@ -81,6 +82,7 @@ KINDS = (
     "fusion_planner",
     "verifier",
     "tracker",
+    "guard",
     "simulator",
 )
 

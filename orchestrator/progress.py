@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .driver import Observer, StepRecord
 from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft, WorkerRefused
+from .roles import Observer, StepRecord
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

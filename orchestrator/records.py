@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting
 from .committing import committed_of
-from .driver import Committed, StepRecord
 from .executor import TaskFault, TaskResult, WorkerEvent, WorkerJoined, WorkerLeft
 from .inspect import ledger_rows
 from .interfaces import TracesSamples, Tracker
@@ -18,6 +17,7 @@ from .plugin_manager import Plugins
 from .progress import QuietProgress
 from .report.timeline import read_lines
 from .resolve import ResolvedPipeline
+from .roles import Committed, StepRecord
 from .run_dir import RunDir, append_json_line
 from .sample_spans import CommittedStep, TaskJournal, step_spans
 

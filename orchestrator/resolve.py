@@ -73,6 +73,7 @@ class ResolvedPipeline:
     trackers: tuple[ResolvedComponent, ...]
     executor: ResolvedComponent
     planners: tuple[ResolvedComponent, ...]
+    guard: ResolvedComponent
     config: Mapping[str, Any]
 
     @property
@@ -81,9 +82,25 @@ class ResolvedPipeline:
         plain = {key: dict(value) for key, value in self.config.items()}
         for key in _OPERATIONAL:
             plain["pipeline"].pop(key, None)
-        for section in ("trackers", "executor", "fusion"):
+        evaluations = (node.name for node in self.by_role("evaluate"))
+        for section in ("trackers", "executor", "fusion", "guard", *evaluations):
             plain.pop(section, None)
         return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
+
+    @property
+    def evaluation_config(self) -> str:
+        """The options that decide what evaluations find, as text; empty without evaluations."""
+        plain = {node.name: self.config[node.name] for node in self.by_role("evaluate")}
+        return config.canonical_json(plain) if plain else ""
+
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that evaluations give."""
+        return tuple(
+            f"{node.name}.{kind}"
+            for node in self.by_role("evaluate")
+            for kind in ("score", *(f"pass@{k}" for k in node.options.ks))
+        )
 
     def by_role(self, role: str) -> tuple[ResolvedNode, ...]:
         """Nodes of a role, in graph order."""
@@ -105,6 +122,7 @@ def resolve(
         "trackers",
         "executor",
         "fusion",
+        "guard",
         *(node.name for node in pipeline.nodes),
     ]
     _check_sections(overlay, sections)
@@ -129,6 +147,7 @@ def resolve(
         )
         for choice in pipeline.trackers
     )
+    guard = _component(plugins, "guard", pipeline.guard, _table(overlay, "guard"), path="guard")
     return ResolvedPipeline(
         graph=pipeline.graph,
         options=options,
@@ -137,7 +156,9 @@ def resolve(
         trackers=trackers,
         executor=executor,
         planners=planners,
-        config=_plain(options, model, nodes, trackers, executor, planners),
+        guard=guard,
+        config=_plain(options, model, nodes, trackers, executor, planners)
+        | {"guard": _plain_component(guard)},
     )
 
 

@@ -32,12 +32,12 @@ from .continuity import (
     check_same_options,
     recorded_config,
 )
-from .driver import Observer
 from .errors import RunError, RunErrorCode
 from .pipeline_file import load_pipeline
 from .plan import Plan, Selection, make_plan
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedPipeline, resolve
+from .roles import Halt, Observer
 from .run_dir import RunDir, RunManifest
 from .session import Prepared, Session
 
@@ -108,7 +108,7 @@ class ResumeRequest:
     """What a person asks for with `resume`.
 
     `branch` is one to continue, or the name of a new one; `from_ref` a version to start a new
-    branch at; `overlay` and `steps` change options.
+    branch at; `overlay` and `steps` change options. `halt` is why the guard asks for the branch.
     """
 
     path: Path
@@ -116,6 +116,7 @@ class ResumeRequest:
     from_ref: str | None = None
     steps: int | None = None
     overlay: Mapping[str, Any] | None = None
+    halt: Halt | None = None
 
     @property
     def changes(self) -> Mapping[str, Any]:
@@ -142,7 +143,10 @@ def start_run(
     repository = PolicyRepository.create(prepared.manifest.store_url)
     session = Session(prepared, repository, observers, say=say, faults=faults)
     with session.guarded():
-        return session.start()
+        summary = session.start()
+    return _followed(
+        session.halt, summary, prepared.run_dir.path, repository, observers, say, faults
+    )
 
 
 def resume_run(
@@ -166,7 +170,34 @@ def resume_run(
     else:
         repository = PolicyRepository.create(stored.store_url)
     resumption = _Resumption(request, stored, run_dir.path, repository, observers, say, faults)
-    return resumption.fork() if forks else resumption.proceed()
+    summary = resumption.fork() if forks else resumption.proceed()
+    return _followed(resumption.halt, summary, run_dir.path, repository, observers, say, faults)
+
+
+def _followed(
+    halt: Halt | None,
+    summary: Mapping[str, Any],
+    path: Path,
+    repository: PolicyRepository,
+    observers: Sequence[Observer],
+    say: Callable[[str], None],
+    faults: Callable[[str], None] | None,
+) -> Mapping[str, Any]:
+    """The summary of the run, after all rollbacks that its guard asks for.
+
+    Each goes on from the last good version on a new branch, as `resume --from` does: the trainer
+    is rebuilt, and the workers are new ones that get their weights from the store.
+    """
+    while halt is not None:
+        _, stored = run_dirs.open_run(path)
+        finding = halt.finding
+        request = ResumeRequest(
+            path=path, from_ref=str(finding.last_good), overlay=finding.overlay, halt=halt
+        )
+        resumption = _Resumption(request, stored, path, repository, observers, say, faults)
+        summary = resumption.fork()
+        halt = resumption.halt
+    return summary
 
 
 class _Resumption:
@@ -189,6 +220,8 @@ class _Resumption:
         self._repository = repository
         self._observers = observers
         self._say = say
+        self.halt: Halt | None = None
+        """Why the guard ended what was resumed before its last step."""
 
     def proceed(self) -> Mapping[str, Any]:
         """Continue a branch the run has."""
@@ -203,21 +236,21 @@ class _Resumption:
             head = self._repository.find_head(branch)
             if head is None:
                 self._write_changes(before, prepared)
-                return session.start()
+                return self._halting(session, session.start())
             fresh = entry is not None and head.snapshot_id == entry["from_snapshot_id"]
             recorded = recorded_config(self._repository, head)
             self._check(head, prepared, entry if fresh else None, recorded)
             if not prepared.plan.template.trains:
                 self._write_changes(before, prepared)
                 return session.resume_slice(head)
-            if head.version >= prepared.pipeline.options.steps:
+            if head.version >= prepared.pipeline.options.steps and session.is_judged(head):
                 self._write_changes(before, prepared)
                 return session.finished(head, accounting_from_json(head.attributes["accounting"]))
             rebuilt = session.trainer_at(head, recorded)
             if rebuilt.divergence is None:
                 self._write_changes(before, prepared)
                 first = first_commit_attributes(entry) if entry is not None and fresh else {}
-                return session.resume(head, rebuilt, first_attributes=first)
+                return self._halting(session, session.resume(head, rebuilt, first_attributes=first))
         return self._branch_off(
             rebuilt.divergence.state,
             name=None,
@@ -266,9 +299,14 @@ class _Resumption:
                 entry = self._make_branch(fork, prepared)
                 head = self._repository.head(branch)
                 first = first_commit_attributes(entry)
-                return session.resume(head, rebuilt, first_attributes=first)
+                return self._halting(session, session.resume(head, rebuilt, first_attributes=first))
         diverged = rebuilt.divergence
         return self._branch_off(diverged.state, name=name, overlay=overlay, divergence=diverged)
+
+    def _halting(self, session: Session, summary: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The summary, and why the session ended before its last step."""
+        self.halt = session.halt
+        return summary
 
     def _fork(
         self,
@@ -289,6 +327,7 @@ class _Resumption:
             config_digest=prepared.pipeline.config_digest,
             changed=self._changes_of(origin, recorded, prepared),
             forced=forced,
+            halt=self._request.halt,
         )
 
     def _make_branch(self, fork: Fork, prepared: Prepared) -> Mapping[str, Any]:

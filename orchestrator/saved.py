@@ -106,6 +106,18 @@ def _in_the_store() -> Sequence[SavedItem]:
             use="people",
         ),
         SavedItem(
+            what="evaluations: score and pass@k with intervals; successes of each prompt",
+            where="attached to the version",
+            when="every `evaluate.every` versions and the last, when it is there",
+            use="people, the guard",
+        ),
+        SavedItem(
+            what="what the guard found, with rule and action",
+            where="attached to the version",
+            when="versions at which a rule begins to hold",
+            use="people, resume",
+        ),
+        SavedItem(
             what=f"attributes: {_names((*FIRST_ATTRIBUTES, *FORK_ATTRIBUTES))}",
             where="the commit",
             when="version 0 (but the last), the first of a branch",

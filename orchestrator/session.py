@@ -18,19 +18,22 @@ from typing import TYPE_CHECKING, Any
 from . import run_dir as run_dirs
 from .accounting import Accounting, Ledger, LedgerRow, accounting_from_json
 from .admission import Admission
+from .branching import rollbacks
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
-from .driver import Driver, Observer, TrainingRole
-from .errors import ConfigError, RunErrorCode, RunInterruptedError
+from .driver import Driver
+from .errors import ConfigError, RunErrorCode, RunInterruptedError, RunPausedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
+from .judging_start import Judging, lacks_evaluation, start_judging
 from .pipeline_file import load_pipeline
 from .plan import Plan, nondeterminism
 from .plugin_manager import Plugins
 from .records import RunRecorder, WorkerHooks
 from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
+from .roles import Halt, Observer, TrainingRole
 from .run_dir import RunDir, RunManifest
 from .shared_publishing import SharedPublisher, ShareTarget, publishes_shares
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
@@ -117,6 +120,8 @@ class Session:
         self._vetoed = _vetoed(prepared.pipeline, repository)
         self._started = time.monotonic()
         self._executor: Executor | None = None
+        self.halt: Halt | None = None
+        """The finding that ended the run before its last step, and that is to be rolled back."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -276,25 +281,31 @@ class Session:
         options = self._pipeline.options
         if self._prepared.plan.template.trains and (why := nondeterminism(self._pipeline)):
             self._say(f"not deterministic: {why}.")
-        state = TaskState(
-            template=self._prepared.plan.template,
-            first_step=max(start.head, start.sliced.step) + 1,
-            last_step=options.steps,
-            head_version=start.head,
-            max_attempts=options.max_attempts,
-            late=start.late,
-        )
         recorder = self._recorder(start.head)
         board = WorkerBoard(self._run_dir)
         closing = ExitStack()
+        halt: Halt | None = None
         try:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
+            )
+            judging = self._start_judging(start.head)
+            state = TaskState(
+                template=self._prepared.plan.template,
+                first_step=max(start.head, start.sliced.step) + 1,
+                last_step=options.steps,
+                head_version=start.head,
+                max_attempts=options.max_attempts,
+                late=start.late,
+                judged=judging.state.judged,
             )
             driver = Driver(
                 pipeline=self._pipeline,
                 plan=self._prepared.plan,
                 state=state,
+                evaluations=judging.state,
+                held_out=judging.held_out,
+                judging=judging.judge,
                 executor=self.call_workers(),
                 ledger=start.ledger,
                 training=self._training(trainer, algorithm, start),
@@ -305,16 +316,18 @@ class Session:
                     first=start.first_attributes,
                 ),
                 observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
-                heads=start.heads,
+                heads=self._unjudged(judging, start.head) | dict(start.heads),
                 board=board,
                 spool=self._spool(),
             )
             try:
                 with _quick_thread_switches():
-                    driver.run()
+                    halt = judging.halt or driver.run()
             except BaseException:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
+            if halt is not None:
+                driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
         finally:
             workers = self._dismiss_workers()
             recorder.close()
@@ -326,8 +339,44 @@ class Session:
         )
         summary |= self._slice()
         run_dirs.write_json(self._run_dir.summary_file, summary)
-        self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
+        self._end(halt, summary)
         return summary
+
+    def _end(self, halt: Halt | None, summary: Mapping[str, Any]) -> None:
+        """Say that the run came to its end, or what the guard ended it for.
+
+        Raises `RunPausedError` where that is for a person to decide.
+        """
+        if halt is None:
+            self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
+            return
+        if halt.finding.action == "pause":
+            raise paused(halt, self._run_dir.path)
+        self.halt = halt
+
+    def is_judged(self, head: CommitInfo) -> bool:
+        """Whether nothing is left to be done for the last version."""
+        return not lacks_evaluation(self._repository, self._prepared.plan, head)
+
+    def _start_judging(self, head: int) -> Judging:
+        _, stored = run_dirs.open_run(self._run_dir.path)
+        return start_judging(
+            self._repository,
+            self._pipeline,
+            self._prepared.plan,
+            branch=self._prepared.manifest.branch,
+            head=head,
+            acted_on=rollbacks(stored.history),
+            say=self._say,
+        )
+
+    def _unjudged(self, judging: Judging, head: int) -> dict[int, str]:
+        """Snapshot ids of the versions that evaluations may be asked for."""
+        if not judging.state.judges:
+            return {}
+        branch = self._prepared.manifest.branch
+        versions = range(judging.state.judged + 1, head + 1)
+        return {v: self._repository.info(v, branch=branch).snapshot_id for v in versions}
 
     def _recorder(self, head: int) -> RunRecorder:
         return RunRecorder(
@@ -344,7 +393,8 @@ class Session:
         if not self._prepared.plan.template.trains:
             return None
         source = Path(self._prepared.manifest.pipeline_path).read_text(encoding="utf-8")
-        identity = spool_identity(self._pipeline.config_digest, source)
+        config = self._pipeline.config_digest + self._pipeline.evaluation_config
+        identity = spool_identity(config, source)
         return ResultSpool(self._run_dir.spool, identity=identity, say=self._say)
 
     def _training(self, trainer: Trainer, algorithm: Algorithm, start: _Start) -> TrainingRole:
@@ -500,6 +550,18 @@ def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping
 def _owner() -> str:
     """Who holds a branch, for those who find it taken."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def paused(halt: Halt, path: Path) -> RunPausedError:
+    """The error that ends a paused run, with the commands that go on."""
+    finding, resume = halt.finding, run_dirs.resume_command(path)
+    return RunPausedError(
+        f"the guard paused the run at version {finding.version}: {finding.reason} "
+        f"(rule: {finding.rule}).",
+        code=RunErrorCode.GUARD_PAUSED,
+        remedy=f"Go on all the same with: {resume}. Or from the last good version, with other "
+        f"options: {resume} --from {finding.last_good} --set KEY=VALUE",
+    )
 
 
 @contextmanager

@@ -12,6 +12,9 @@ decide: a step then takes what is finished, of its own tasks and of earlier step
     TaskFailed          Submit again; GiveUp; Stop
     StepTrained         Publish; Train the next step; Submit further sources
     VersionPublished    Submit the rollouts that waited for the version; Publish; Complete
+    VersionJudged       Submit, Train, Complete: what waited for that, where versions are judged
+
+`evaluation_state` says when a version is judged; here it only is waited for.
 """
 
 from __future__ import annotations
@@ -74,6 +77,10 @@ class StepTemplate:
     """How many steps after its own a task's result may be consumed without being too stale."""
     waits_for_late: bool = True
     """Whether a step waits for tasks that would be later than that at the next one."""
+    judges: bool = False
+    """Whether versions are judged: training runs ahead of that by `lag` and two versions only."""
+    judged_first: bool = False
+    """Whether a version's rollouts wait until it is judged."""
     streamed: frozenset[str] = field(init=False)
     """Nodes whose groups are read one by one."""
     _by_name: Mapping[str, NodeTemplate] = field(init=False, repr=False, compare=False)
@@ -168,7 +175,14 @@ class VersionPublished:
     version: int
 
 
-Event = TaskFinished | PartFinished | TaskFailed | StepTrained | VersionPublished
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionJudged:
+    """Version `version` and all before it are evaluated and judged, and the run goes on."""
+
+    version: int
+
+
+Event = TaskFinished | PartFinished | TaskFailed | StepTrained | VersionPublished | VersionJudged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +214,16 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """Sum up the evaluations of a version, from `tasks`, and judge it; `lost` gives the reasons of
+    those that were given up."""
+
+    version: int
+    tasks: tuple[TaskId, ...] = ()
+    lost: Mapping[TaskId, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
     """The task's groups are lost for good: account for them as invalid."""
 
@@ -220,7 +244,7 @@ class Complete:
     """Every step is done."""
 
 
-Instruction = Submit | Train | Publish | GiveUp | Stop | Complete
+Instruction = Submit | Train | Publish | Judge | GiveUp | Stop | Complete
 
 
 class InvalidTransitionError(RuntimeError):
@@ -239,7 +263,8 @@ class TaskState:
     """State of a run from `first_step` to `last_step`, mutated only through `handle`.
 
     `head_version` is the newest committed version: 0 for a new run, the resumed version else.
-    `late` are the shards of steps before `first_step` that no version has consumed yet.
+    `late` are the shards of steps before `first_step` that no version has consumed yet. `judged`
+    is the newest version judged, of use where versions are.
     """
 
     template: StepTemplate
@@ -248,6 +273,7 @@ class TaskState:
     head_version: int
     max_attempts: int = 3
     late: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    judged: int = -1
     tasks: dict[TaskId, _Task] = field(default_factory=dict)
     num_shards: dict[int, int] = field(default_factory=dict)
     num_items: dict[int, int] = field(default_factory=dict)
@@ -286,6 +312,9 @@ class TaskState:
             case VersionPublished():
                 self._expect(event.version == self.publishing, event)
                 self.published, self.publishing = event.version, None
+            case VersionJudged():
+                self._expect(event.version == self.judged + 1, event)
+                self.judged = event.version
         return self._advance()
 
     def check(self) -> None:
@@ -369,10 +398,14 @@ class TaskState:
             instructions += self._submit_ready(step)
         instructions += self._next_train()
         instructions += self._next_publish()
-        if self.trained == self.last_step and self.published >= self.trained:
+        if self.trained == self.last_step and self.published >= self.trained and self._all_judged:
             self.completed = True
             instructions.append(Complete())
         return instructions
+
+    @property
+    def _all_judged(self) -> bool:
+        return not self.template.judges or self.judged >= self.published
 
     def required_version(self, step: int) -> int:
         """The policy version that rollouts of a step are started with.
@@ -417,9 +450,12 @@ class TaskState:
         return ready
 
     def _may_start(self, step: int) -> bool:
-        """Whether rollouts of a step may start: their version is there, and no more of earlier
-        steps is unfinished than may still be consumed in time."""
-        if not self._has_version(self.required_version(step)):
+        """Whether rollouts of a step may start: their version is there, judged where that comes
+        first, and no more of earlier steps is unfinished than may still be consumed in time."""
+        version = self.required_version(step)
+        if not self._has_version(version):
+            return False
+        if self.template.judged_first and version > self.judged:
             return False
         if self.template.ready_share >= 1.0:
             return True
@@ -447,7 +483,8 @@ class TaskState:
 
     def _next_train(self) -> list[Instruction]:
         step = self.trained + 1
-        far_ahead = self.trained - self.published > 1
+        unjudged = self.template.judges and step - 2 - self.template.lag > self.judged
+        far_ahead = self.trained - self.published > 1 or unjudged
         if self.training is not None or far_ahead or step > self.last_step:
             return []
         own = self.output_tasks(step)

@@ -164,6 +164,14 @@ def close_row(
     )
 
 
+def publish_times(timing: Mapping[str, float]) -> dict[str, float]:
+    """Seconds a step took to train, and from its end until now, when its version is committed."""
+    if not timing:
+        return {}
+    lag = max(0.0, time.time() - timing["trained_at"])
+    return {"train_seconds": timing["train_seconds"], "publish_lag_seconds": lag}
+
+
 def group_metrics(groups: Sequence[ScoredGroup], *, step: int) -> dict[str, float]:
     """Means over the step's rollouts: reward of the valid ones, length, truncation, staleness.
 
@@ -209,14 +217,6 @@ def trained_metrics(
     if batch.versions.size:
         metrics["staleness_mean"] = float(step - 1 - batch.versions.mean())
     return metrics
-
-
-def publish_times(timing: Mapping[str, float]) -> dict[str, float]:
-    """Seconds a step took to train, and from its end until now, when its version is committed."""
-    if not timing:
-        return {}
-    lag = max(0.0, time.time() - timing["trained_at"])
-    return {"train_seconds": timing["train_seconds"], "publish_lag_seconds": lag}
 
 
 def ledger_table(rows: Sequence[LedgerRow]) -> tuple[dict[str, Any], dict[str, Any]]:

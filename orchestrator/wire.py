@@ -85,6 +85,7 @@ PORT_CODECS: Mapping[str, PortCodec] = {
     "prompts": PortCodec(pack_prompts, unpack_prompts),
     "groups": PortCodec(pack_groups, unpack_groups),
     "scored": PortCodec(pack_scored, unpack_scored),
+    "evaluation": PortCodec(pack_scored, unpack_scored),
 }
 """By port kind."""
 

@@ -66,7 +66,7 @@ class TaskRunner:
         chain = [self._pipeline.nodes[name] for name in spec.values["chain"]]
         inputs = [
             PORT_CODECS[kind].decode(data)
-            for kind, data in zip(chain[0].spec.input_kinds, spec.inputs, strict=True)
+            for kind, data in zip(_input_kinds(chain[0]), spec.inputs, strict=True)
         ]
         metrics: dict[str, float] = {}
         for node in chain:
@@ -105,6 +105,7 @@ class TaskRunner:
             "rollout": self._rollout,
             "score": self._score,
             "infer": self._infer,
+            "evaluate": self._evaluate,
             "function": self._function,
         }
         return handlers[node.spec.role](node, spec, inputs, report)
@@ -226,6 +227,32 @@ class TaskRunner:
             groups.append(replace(group, extras={**group.extras, **columns}))
         return NodeOutput(items=groups, metrics=arrival.metrics() if arrival else {})
 
+    def _evaluate(
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
+    ) -> NodeOutput:
+        """Complete and score held-out prompts; their seeds are those of every evaluation."""
+        report(0)
+        (rollout,) = self._pipeline.by_role("rollout")
+        first = spec.task.shard * node.options.prompts_per_task
+        request = GenerateRequest(
+            prompts=tuple(inputs[0]),
+            group_size=node.options.num_samples,
+            seeds=rollout_seeds(
+                self._pipeline.options.seed,
+                node=node.name,
+                step=0,
+                first_prompt=first,
+                num_prompts=len(inputs[0]),
+                group_size=node.options.num_samples,
+            ),
+            sampling=evaluation_sampling(node, rollout),
+        )
+        stream = GroupStream(request, step=spec.task.step, first=first, emit=self._emit)
+        rollouts, metrics = self._generate(request, spec, report, in_flight=False, stream=stream)
+        groups = stream.groups(rollouts, engine=rollout.components["engine"].name)
+        scored = self._score(node, spec, [groups], report)
+        return NodeOutput(items=scored.items, metrics=metrics)
+
     def _function(
         self, node: ResolvedNode, _spec: TaskSpec, inputs: list[Any], _report: Report
     ) -> NodeOutput:
@@ -246,7 +273,8 @@ class TaskRunner:
     def _scorers(self) -> Mapping[str, Any]:
         return {
             node.name: node.components["scorer"].create()
-            for node in self._pipeline.by_role("score")
+            for role in ("score", "evaluate")
+            for node in self._pipeline.by_role(role)
         }
 
     @cached_property
@@ -296,6 +324,19 @@ def sampling_params(node: ResolvedNode) -> SamplingParams:
         top_p=options.top_p,
         stop_token_ids=tuple(options.stop_token_ids),
     )
+
+
+def evaluation_sampling(node: ResolvedNode, rollout: ResolvedNode) -> SamplingParams:
+    """The sampling options of an evaluate node: the rollout node's, where it has none."""
+    names = ("max_new_tokens", "temperature", "top_p")
+    own = {name: getattr(node.options, name) for name in names}
+    given = {name: value for name, value in own.items() if value is not None}
+    return replace(sampling_params(rollout), **given)
+
+
+def _input_kinds(node: ResolvedNode) -> Sequence[str]:
+    """What a task's inputs are: of an evaluation, the held-out prompts."""
+    return ("prompts",) if node.spec.role == "evaluate" else node.spec.input_kinds
 
 
 def check_prompts(prompts: Any, *, node: str, step: int, tokenizer: Tokenizer) -> list[Prompt]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from .attachments import drop_attachments, list_attachments
 from .errors import ErrorCode, InputError
 from .folds import drop_fold, list_folds
 from .layout import RESERVED_PREFIX
@@ -117,6 +118,7 @@ def gc(
         _pin(repository, plan)
         _drop_expired_leases(repository, now=time.time())
         _drop_stale_folds(repository, plan)
+        _drop_stale_attachments(repository, plan)
         if plan.removed:
             newest = max(repository.snapshot_time(info) for info in plan.removed)
             repository.expire(before=newest + timedelta(microseconds=1))
@@ -226,6 +228,14 @@ def _drop_stale_folds(repository: PolicyRepository, plan: GcPlan) -> None:
         for target in targets:
             if base not in kept or target not in kept:
                 drop_fold(repository, base, target)
+
+
+def _drop_stale_attachments(repository: PolicyRepository, plan: GcPlan) -> None:
+    """Attachments of versions that go, go with them."""
+    kept = {info.snapshot_id for info, _ in plan.kept}
+    for snapshot_id, names in list_attachments(repository).items():
+        if snapshot_id not in kept:
+            drop_attachments(repository, snapshot_id, names)
 
 
 def _report(

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from deltaloom.orchestrator.driver import Observer, StepRecord
 from deltaloom.orchestrator.errors import TaskError
 from deltaloom.orchestrator.executor import TaskFault, WorkerEvent, WorkerJoined
 from deltaloom.orchestrator.progress import QuietProgress
+from deltaloom.orchestrator.roles import Observer, StepRecord
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 
 from .dask_support import DaskProcesses, dask_processes, make_credentials

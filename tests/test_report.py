@@ -239,6 +239,17 @@ def test_a_gap_is_blamed_on_what_its_next_task_waited_for() -> None:
     assert "rollout 1/0" in blamed.words
 
 
+def test_an_evaluation_waits_for_its_version_and_nobody_for_it() -> None:
+    lines = [*LINES[:6], line("score/1/0", "w1", 5.5, 0.5), line("evaluate/1/0", "w1", 9.0, 1.0)]
+    times = Times(trained={1: (6.0, 8.0), 2: (10.5, 11.0)}, committed={1: (8.0, 8.8)})
+    work = [*task_spans(lines), *spans.driver_spans(times)]
+    gaps = find_gaps(work, times, lag=0, joined=spans.joins(lines))
+    idle = idle_seconds(gaps)
+    assert idle["w1", "training"] == pytest.approx(2.0)
+    assert idle["w1", "publishing"] == pytest.approx(0.8)
+    assert not any("evaluate" in gap.words for gap in gaps)
+
+
 def test_a_group_s_task_waited_for_the_rollouts_of_its_step() -> None:
     lines = [
         {"worker": "w0", "event": "joined", "time": 0.0},

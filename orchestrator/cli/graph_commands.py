@@ -8,8 +8,19 @@ from typing import Annotated
 
 import typer
 
+from ..config import merge
 from .output import DebugFlag, JsonFlag, PluginsDirOption, print_json, print_table
-from .run_commands import ConfigFiles, FromNodes, Nodes, Overrides, Pipeline, ToNodes, overlay_of
+from .run_commands import (
+    ConfigFiles,
+    FromNodes,
+    Nodes,
+    Overrides,
+    Pipeline,
+    Rules,
+    ToNodes,
+    guard_options,
+    overlay_of,
+)
 
 
 class Format(StrEnum):
@@ -65,6 +76,7 @@ def plan(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Check this place too.")] = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
+    guard: Rules = None,
     plugins_dir: PluginsDirOption = None,
     nodes: Nodes = None,
     from_nodes: FromNodes = None,
@@ -80,7 +92,7 @@ def plan(
         RunRequest(
             pipeline_path=pipeline,
             run_dir=run_dir,
-            overlay=overlay_of(config, overrides),
+            overlay=merge(overlay_of(config, overrides), guard_options(guard)),
             plugins_dir=plugins_dir,
             selection=Selection(
                 from_nodes=tuple(from_nodes or ()),

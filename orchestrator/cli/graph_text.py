@@ -70,4 +70,6 @@ def _label(row: GraphRow) -> str:
     names = [*row.branches, *(f"tag {tag}" for tag in row.tags)]
     kind = "  anchor" if row.info.is_anchor else ""
     shown = f"  ({', '.join(names)})" if names else ""
-    return f"{row.info.version}  {row.info.snapshot_id}{kind}{shown}"
+    guard = row.info.attributes.get("forked_from", {}).get("guard")
+    why = f"  rolled back at version {guard['version']}: {guard['reason']}" if guard else ""
+    return f"{row.info.version}  {row.info.snapshot_id}{kind}{shown}{why}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,9 @@ from .output import (
     print_table,
     show_bytes,
 )
+
+MAX_FINDINGS = 5
+"""Findings of the guard that `status` prints, the newest ones."""
 
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="Run directory; the newest in runs/ if left out.")
@@ -55,8 +58,9 @@ def log(
     if json:
         print_json(lines)
         return
+    extra = [name for name in ("evaluations", "guard") if any(line[name] for line in lines)]
     print_table(
-        ("version", "snapshot", "reward", "published", "changed", "anchor"),
+        ("version", "snapshot", "reward", "published", "changed", "anchor", *extra),
         [
             (
                 line["version"],
@@ -65,10 +69,32 @@ def log(
                 show_bytes(line["weight_bytes"]),
                 f"{line['changed'] / max(1, line['elements']):.2%}",
                 "anchor" if line["is_anchor"] else "",
+                *(_NOTE_CELLS[name](line) for name in extra),
             )
             for line in lines
         ],
     )
+
+
+def _evaluation_cell(line: Mapping[str, Any]) -> str:
+    """The scores of a version's evaluations."""
+    scores = [
+        f"{node} {values['score'][0]:.3f}"
+        for node, values in line["evaluations"].items()
+        if values["score"]
+    ]
+    return ", ".join(scores)
+
+
+def _guard_cell(line: Mapping[str, Any]) -> str:
+    """What the guard found at a version."""
+    return "; ".join(f"{finding['action']}: {finding['reason']}" for finding in line["guard"])
+
+
+_NOTE_CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "evaluations": _evaluation_cell,
+    "guard": _guard_cell,
+}
 
 
 def show(
@@ -153,10 +179,23 @@ def status(
             ("version", f"{result['version']} of {result['steps']} ({state})"),
             ("reward", result["metrics"].get("reward")),
             ("rollouts", result["accounting_line"]),
+            *_judged_pairs(result),
         ]
     )
     for reason, number in sorted(result["accounting"]["reasons"].items()):
         typer.echo(f"  {number:>8}  {reason}")
+
+
+def _judged_pairs(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The newest evaluations and findings, newest first."""
+    from ..evaluation import evaluation_words
+    from ..version_notes import finding_words
+
+    shown = [("evaluation", evaluation_words(*item)) for item in result["evaluations"].items()]
+    return shown + [
+        ("guard", f"version {finding['version']}, {finding_words(finding)}")
+        for finding in result["guard"][:MAX_FINDINGS]
+    ]
 
 
 def workers(
@@ -291,11 +330,25 @@ def _print_version(shown: dict[str, Any], *, json: bool) -> None:
     more = ("anchor_version", "state_version", "state_digest", "weight_bytes", "dense_bytes")
     print_pairs([(name, shown[name]) for name in (*plain, *more)])
     print_pairs(sorted(shown["attributes"].get("metrics", {}).items()) or [("metrics", "none")])
+    if judged := _judged_pairs(shown):
+        print_pairs(judged)
+    if forked := shown["attributes"].get("forked_from"):
+        print_pairs(_fork_pairs(forked))
     if facts := shown["attributes"].get("trainer"):
         print_pairs([(f"trainer.{name}", value) for name, value in facts.items()])
     if shown["ledger"]:
         columns = ("group_id", "prompt_id", "outcome", "trained", "reward_mean", "oldest_version")
         print_table(columns, [[row[name] for name in columns] for row in shown["ledger"]])
+
+
+def _fork_pairs(forked: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where a branch began, with what options, and why if the guard asked for it."""
+    from ..version_notes import finding_words
+
+    pairs = [("branch began at", f"version {forked['version']} of {forked['branch']}")]
+    pairs += [("with", "; ".join(forked["changed"]) or "no option changed")]
+    guard = forked.get("guard")
+    return pairs + ([("because of", finding_words(guard))] if guard else [])
 
 
 def _print_group(shown: dict[str, Any], *, json: bool) -> None:

@@ -1,7 +1,7 @@
 """Printing: tables or JSON on standard output, errors on standard error, exit statuses.
 
 Exit status 0 success, 1 a run or check that failed, 2 a request that cannot be carried out as
-made, 130 stopped by a person.
+made, 3 a run that its guard paused, 130 stopped by a person.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...storage.errors import DeltaloomError, InputError, NotFoundError
-from ..errors import ConfigError, PipelineError, PluginError, RunError, RunInterruptedError
+from ..errors import (
+    ConfigError,
+    PipelineError,
+    PluginError,
+    RunError,
+    RunInterruptedError,
+    RunPausedError,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +64,8 @@ def exit_status(error: DeltaloomError) -> int:
     """The exit status that says whose move it is."""
     if isinstance(error, RunInterruptedError):
         return 130
+    if isinstance(error, RunPausedError):
+        return 3
     if isinstance(error, RunError) and error.code == "nothing-trained":
         return 1
     return 2 if isinstance(error, REQUEST_ERRORS) else 1

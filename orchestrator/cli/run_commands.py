@@ -34,6 +34,13 @@ Scheduler = Annotated[
     str | None,
     typer.Option("--scheduler", help="Dask scheduler, tcp://HOST:PORT; with --executor dask."),
 ]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--guard",
+        help="A rule of the guard, such as 'reward drop=0.2 over=3 action=pause'; repeatable.",
+    ),
+]
 Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Training steps in all.")]
 
 
@@ -64,6 +71,11 @@ def overlay_of(
     return merge(tree, {"pipeline": given}) if given else tree
 
 
+def guard_options(rules: Sequence[str] | None) -> Mapping[str, Any]:
+    """What `--guard` says, as options."""
+    return {"guard": {"more_rules": list(rules)}} if rules else {}
+
+
 def run(
     pipeline: Pipeline,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for the run; must be new.")],
@@ -76,6 +88,7 @@ def run(
     scheduler: Scheduler = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
+    guard: Rules = None,
     plugins_dir: PluginsDirOption = None,
     nodes: Nodes = None,
     from_nodes: FromNodes = None,
@@ -93,7 +106,7 @@ def run(
         run_dir=run_dir,
         overlay=merge(
             overlay_of(config, overrides, steps=steps, seed=seed, workers=workers),
-            executor_options(executor, scheduler),
+            merge(executor_options(executor, scheduler), guard_options(guard)),
         ),
         plugins_dir=plugins_dir,
         selection=Selection(
@@ -122,6 +135,7 @@ def resume(
     scheduler: Scheduler = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
+    guard: Rules = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -130,12 +144,13 @@ def resume(
     from ..progress import progress_observer
     from ..run import ResumeRequest, resume_run
 
+    options = merge(executor_options(executor, scheduler), guard_options(guard))
     request = ResumeRequest(
         path=find_run(run),
         branch=branch,
         from_ref=from_ref,
         steps=steps,
-        overlay=merge(overlay_of(config, overrides), executor_options(executor, scheduler)),
+        overlay=merge(overlay_of(config, overrides), options),
     )
     with progress_observer(quiet=json) as observer:
         summary = resume_run(request, observers=[observer], say=_say(json))

@@ -13,6 +13,7 @@ from ..errors import PluginError
 from ..figures import Figures, figures_of
 from ..review.stored import stored_verdicts
 from ..review.summary import summarize
+from ..version_notes import VersionNotes, version_notes
 from .charts import byte_lines, density_heat
 from .lineage import BranchLine, branch_lines
 from .timeline import read_lines, run_times, timeline_of
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from ..run_dir import RunDir
 
 Json = dict[str, Any]
+MAX_EVALUATIONS = 40
+MAX_FINDINGS = 100
+"""Rows of the page's tables, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,8 @@ class RunReport:
     """(version, snapshot id, state digest) of the versions whose rollouts are shown, and the
     first and last."""
     timeline: Json | None
+    quality: Json
+    """Evaluations, newest first, and what the guard found."""
     state_digests: Mapping[int, str]
     reviews: Json | None
     """What reviewers said of the versions shown (`review.summary.summarize`), if they did."""
@@ -81,7 +87,8 @@ def collect(source: ReportSource, *, versions: range | None = None) -> RunReport
             f"{'' if versions is None else ' in that range'} to report on.",
             code=ErrorCode.VERSION_NOT_FOUND,
         )
-    figures = figures_of(chosen)
+    notes = version_notes(source.repository, chosen)
+    figures = figures_of(chosen, notes)
     ids = {info.snapshot_id for info in chosen}
     verdicts = [v for v in stored_verdicts(source.repository) if v.subject.snapshot_id in ids]
     timeline = _timeline(source, chosen)
@@ -98,10 +105,27 @@ def collect(source: ReportSource, *, versions: range | None = None) -> RunReport
         branches=branch_lines(source.repository),
         digests=[(v, i.snapshot_id, i.state_digest) for v, i in listed.items()],
         timeline=timeline,
+        quality=quality_of(chosen, notes),
         state_digests={info.version: info.state_digest for info in chosen},
         reviews=summarize(verdicts) if verdicts else None,
         data=_data(source, figures, viewed, chosen[-1], timeline, verdicts),
     )
+
+
+def quality_of(infos: Sequence[CommitInfo], notes: Mapping[str, VersionNotes]) -> Json:
+    """The newest evaluations and all findings as rows of tables; `infos` are oldest first."""
+    noted = [
+        (info.version, notes[info.snapshot_id])
+        for info in reversed(infos)
+        if info.snapshot_id in notes
+    ]
+    evaluations = [
+        {"version": version, "node": node, **values}
+        for version, note in noted
+        for node, values in note.evaluations.items()
+    ]
+    findings = [finding for _, note in noted for finding in note.findings]
+    return {"evaluations": evaluations[:MAX_EVALUATIONS], "findings": findings[:MAX_FINDINGS]}
 
 
 def _data(

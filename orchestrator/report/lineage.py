@@ -24,6 +24,7 @@ class BranchLine:
     from_branch: str | None
     from_version: int | None
     changed: tuple[str, ...]
+    why: str
     reward: float | None
     tags: tuple[tuple[str, int], ...]
 
@@ -54,7 +55,8 @@ def _branch_line(
             origin = info
             break
         first = info
-    changed = first.attributes.get("forked_from", {}).get("changed", ())
+    forked = first.attributes.get("forked_from", {})
+    guard = forked.get("guard")
     return BranchLine(
         name=name,
         first=first.version,
@@ -62,7 +64,8 @@ def _branch_line(
         snapshot_id=head.snapshot_id,
         from_branch=origin.branch if origin else None,
         from_version=origin.version if origin else None,
-        changed=tuple(changed),
+        changed=tuple(forked.get("changed", ())),
+        why=f"guard at version {guard['version']}: {guard['reason']}" if guard else "",
         reward=head.attributes.get("metrics", {}).get("reward"),
         tags=tags,
     )

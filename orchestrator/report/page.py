@@ -138,6 +138,7 @@ def _run_context(report: RunReport) -> Json:
         "timeline": report.timeline,
         "reviews": report.reviews,
         "agreement": agreement_rows(report.reviews) if report.reviews else [],
+        "quality": report.quality,
     }
 
 

@@ -141,6 +141,8 @@ class _Ends:
             if span.role in ("train", "publish") or span.fault:
                 continue
             self._done[span.role, span.step, span.shard] = span.end
+            if span.role == "evaluate":
+                continue
             if span.step not in self._last or span.end > self._last[span.step].end:
                 self._last[span.step] = span
 
@@ -150,6 +152,8 @@ class _Ends:
         if span.role == "rollout":
             waits += self._policy(max(0, span.step - 1 - self._lag))
             waits += self._task("source", span.step, 0, PROMPTS)
+        elif span.role == "evaluate":
+            waits += self._policy(span.step)
         elif span.role == "score":
             waits += self._task("rollout", span.step, span.shard, ROLLOUTS)
         elif span.role == "source":

@@ -62,6 +62,7 @@ class DaskExecutor:
         self._members = Members()
         needs = {"rollout": config.rollout_resources, "score": config.score_resources}
         self._needs = {role: needs.get(role, {}) for role in ROLES}
+        self._needs["evaluate"] = config.rollout_resources
 
     def start(self) -> None:
         """See `Executor.start`. Raises `PluginError` without Dask, `TaskError` if none answers."""

@@ -7,7 +7,7 @@ const IDLE = {
   "idle: training": "--i-train", "idle: publishing": "--i-publish", "idle: rollouts": "--i-rollout", "idle: prompts": "--i-prompt",
   "idle: run-ahead limit": "--i-limit", "idle: dispatch": "--i-dispatch", "idle: start-up": "--i-none", "idle: end of run": "--i-none",
 };
-const WORK = { rollout: "--c0", score: "--c2", source: "--c6", function: "--c7", train: "--c3", publish: "--c1", fault: "--bad" };
+const WORK = { rollout: "--c0", score: "--c2", source: "--c6", function: "--c7", evaluate: "--c4", train: "--c3", publish: "--c1", fault: "--bad" };
 const DASHES = ["solid", "dash", "dot"];
 
 async function unpack(id) {
