@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/deltaloom run pipelines/quickstart.py --run-dir $(RUN_DIR)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

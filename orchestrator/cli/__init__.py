@@ -13,6 +13,7 @@ from . import (
     simulate_commands,
     store_commands,
 )
+from .leaving import leaving_at_once
 from .output import guarded_main
 
 app = typer.Typer(
@@ -38,4 +39,5 @@ for module in (
 
 def main() -> None:
     """Entry point of the `deltaloom` script."""
-    guarded_main(app)
+    with leaving_at_once():
+        guarded_main(app)
