@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltaloom.plugins.fusion.step_forecast import WorkerCosts, forecast_step
+from deltaloom.plugins.fusion.step_forecast import StepForecast, WorkerCosts, forecast_step
 from deltaloom.storage.errors import InputError
 
 
@@ -62,3 +62,10 @@ def test_a_step_of_nothing_or_nobody_is_refused(
     costs = WorkerCosts(decode_step_seconds=1.0, inference_seconds=1.0)
     with pytest.raises(InputError, match="rollouts and workers"):
         forecast_step(tasks, costs, num_workers=num_workers)
+
+
+def test_forecasts_that_differ_by_rounding_are_equal() -> None:
+    seconds = 0.1 + 0.2
+    found = StepForecast(by_task_seconds=0.3, by_group_seconds=seconds, inference_share=0.1)
+    assert seconds != 0.3
+    assert found.speedup == 1.0

@@ -12,9 +12,6 @@ from ...orchestrator.interfaces import FusionPlan
 from ...orchestrator.resolve import ResolvedPipeline
 from .._options import require
 
-ROUNDING = 1e-9
-"""How far below the least speedup one counts as equal to it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterStageConfig:
@@ -64,7 +61,7 @@ class InterStagePlanner:
         if not self._config.profile:
             return FusionPlan(by_group=names, reason=reason)
         speedup, words = self._forecast(num_workers=pipeline.options.workers)
-        if speedup < self._config.min_speedup - ROUNDING:
+        if speedup < self._config.min_speedup:
             least = f"less than min_speedup {self._config.min_speedup:g}"
             return FusionPlan(reason=f"{words}, {least}")
         return FusionPlan(by_group=names, reason=f"{reason}; {words}")

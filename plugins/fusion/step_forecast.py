@@ -10,9 +10,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isclose
 from statistics import fmean
+from typing import Final
 
 from ...storage.errors import ErrorCode, InputError
+
+ROUNDING: Final = 1e-9
+"""Relative difference of two forecasts that their order of addition can make."""
 
 TaskLengths = Sequence[Sequence[Sequence[int]]]
 """Response lengths in tokens: by rollout task, group, and rollout of the group."""
@@ -47,6 +52,9 @@ class StepForecast:
 
     @property
     def speedup(self) -> float:
+        """Exactly 1 where the two sums differ by no more than their rounding."""
+        if isclose(self.by_task_seconds, self.by_group_seconds, rel_tol=ROUNDING):
+            return 1.0
         return self.by_task_seconds / self.by_group_seconds
 
 
