@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from .direct import put_vectors
 from .errors import ErrorCode, IntegrityError, NotFoundError
 from .layout import ATTACHMENT_GROUP, ATTACHMENT_KEY, ATTACHMENT_PREFIX, check_table
-from .packing import Arrays, Values, dump_plain, from_plain, load_plain, to_plain
+from .packing import Arrays, Values, dump_plain, from_plain, to_plain
+from .sealing import damaged, sealed, unsealed
 from .tree import group_vector, pack_group, read_group
 
 if TYPE_CHECKING:
@@ -65,7 +64,9 @@ def write_attachment(
         put_vectors(store, vectors, root_attributes={ATTACHMENT_KEY: _body(attachment)})
 
     repository.write_reserved_commit(
-        _branch(info.snapshot_id, name), write, metadata={ATTACHMENT_KEY: _to_text(attachment)}
+        _branch(info.snapshot_id, name),
+        write,
+        metadata={ATTACHMENT_KEY: dump_plain(sealed(_body(attachment)))},
     )
     return attachment
 
@@ -117,6 +118,21 @@ def read_attachment_table(
     return read_group(store, ATTACHMENT_GROUP, digest=attachment.digest, where=where)
 
 
+def check_attachments(
+    repository: PolicyRepository, known: Mapping[str, tuple[str, ...]], snapshot_id: str
+) -> list[IntegrityError]:
+    """What is wrong with the attachments of a snapshot; `known` is as for `read_attachments`."""
+    errors = []
+    for name in known.get(snapshot_id, ()):
+        try:
+            attachment = read_attachment(repository, snapshot_id, name)
+            if attachment is not None and attachment.digest:
+                read_attachment_table(repository, attachment)
+        except IntegrityError as error:
+            errors.append(error)
+    return errors
+
+
 def drop_attachments(
     repository: PolicyRepository, snapshot_id: str, names: tuple[str, ...]
 ) -> None:
@@ -138,26 +154,9 @@ def _body(attachment: Attachment) -> dict[str, Any]:
     }
 
 
-def _to_text(attachment: Attachment) -> str:
-    body = _body(attachment)
-    return dump_plain({**body, "record_digest": _digest(body)})
-
-
 def _from_text(text: Any, *, where: str) -> Attachment:
+    tree = unsealed(text, where=where)
     try:
-        tree = dict(load_plain(text))
-        found = tree.pop("record_digest")
-        attachment = Attachment(**{**tree, "values": from_plain(tree["values"])})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(where, "it has no record") from error
-    if found != _digest(tree):
-        raise _damaged(where, "its record does not match its digest")
-    return attachment
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(dump_plain(body).encode())
-
-
-def _damaged(where: str, reason: str) -> IntegrityError:
-    return IntegrityError(f"{where} is damaged: {reason}.", code=ErrorCode.CORRUPT_PAYLOAD)
+        return Attachment(**{**tree, "values": from_plain(tree["values"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(where, "its record is of something else") from error

@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 import zstandard
 
 from .bits import PolicyTensors
 from .chain import ONE_PAYLOAD, CodecState, Link
 from .codec import dump_history
 from .direct import put_vectors
-from .errors import ErrorCode, IntegrityError, NotFoundError
+from .errors import IntegrityError, NotFoundError
 from .layout import FOLD_GROUP, FOLD_KEY, FOLD_PREFIX
-from .packing import Arrays, dump_plain, load_plain, pack, unpack
+from .packing import Arrays, dump_plain, pack, unpack
 from .records import CommitInfo
+from .sealing import damaged, sealed, unsealed
 from .transaction import PAYLOAD_COLUMN
 from .tree import group_vector, pack_group, read_group
 
@@ -110,7 +110,7 @@ def write_fold(
     repository.write_reserved_commit(
         fold_name(info.base, info.target),
         lambda store: put_vectors(store, [group_vector(FOLD_GROUP, group, compress=False)]),
-        metadata={FOLD_KEY: _to_text(info)},
+        metadata={FOLD_KEY: dump_plain(sealed(asdict(info)))},
     )
     return info
 
@@ -179,26 +179,13 @@ def _fits(fold: FoldInfo, target: CommitInfo, *, base_digest: str) -> bool:
     return same_codec and one_payload and fold.base_digest == base_digest
 
 
-def _to_text(info: FoldInfo) -> str:
-    body = asdict(info)
-    return dump_plain({**body, "record_digest": _digest(body)})
-
-
 def _from_text(text: Any, *, where: str) -> FoldInfo:
     """Raises `IntegrityError`, also where the fold was never completed."""
+    tree = unsealed(text, where=where)
     try:
-        tree = dict(load_plain(text))
-        found = tree.pop("record_digest")
-        info = FoldInfo(**{key: tree[key] for key in FoldInfo.__slots__})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(where, "it has no record") from error
-    if found != _digest(tree):
-        raise _damaged(where, "its record does not match its digest")
-    return info
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(dump_plain(body).encode())
+        return FoldInfo(**{key: tree[key] for key in FoldInfo.__slots__})
+    except KeyError as error:
+        raise _damaged(where, "its record is of something else") from error
 
 
 def _unpacked(frame: bytes, *, where: str) -> Arrays:
@@ -210,8 +197,4 @@ def _unpacked(frame: bytes, *, where: str) -> Arrays:
 
 
 def _damaged(where: str, reason: str) -> IntegrityError:
-    return IntegrityError(
-        f"{where} is damaged: {reason}.",
-        code=ErrorCode.CORRUPT_PAYLOAD,
-        remedy="Follow the deltas instead.",
-    )
+    return damaged(where, reason, remedy="Follow the deltas instead.")

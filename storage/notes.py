@@ -19,7 +19,8 @@ import xxhash
 from .direct import put_vectors
 from .errors import ErrorCode, IntegrityError, NotFoundError
 from .layout import NOTE_GROUP, NOTE_KEY, NOTE_PREFIX, check_table
-from .packing import canonical_json, dump_plain, load_plain, parse_json
+from .packing import canonical_json, dump_plain, parse_json
+from .sealing import damaged, sealed, unsealed
 from .tree import PackedGroup, group_vector, pack_group, read_group
 
 if TYPE_CHECKING:
@@ -94,10 +95,10 @@ def list_notes(repository: PolicyRepository, *, kind: str) -> list[NoteInfo]:
 
 def find_note(repository: PolicyRepository, note_id: str, *, kind: str) -> NoteInfo:
     """What the commit of a note says. Raises `NotFoundError` (NOTE_NOT_FOUND)."""
-    for info in list_notes(repository, kind=kind):
-        if info.id == note_id:
-            return info
-    known = ", ".join(info.id for info in list_notes(repository, kind=kind))
+    notes = {info.id: info for info in list_notes(repository, kind=kind)}
+    if note_id in notes:
+        return notes[note_id]
+    known = ", ".join(notes)
     raise NotFoundError(
         f"{repository.location} has no {kind} note {note_id!r}.",
         code=ErrorCode.NOTE_NOT_FOUND,
@@ -112,11 +113,11 @@ def read_note(repository: PolicyRepository, info: NoteInfo) -> list[dict[str, An
     store = repository.reserved_store(name)
     _, arrays = read_group(store, NOTE_GROUP, digest=info.digest, where=where)
     if set(arrays) != {LINES_COLUMN}:
-        raise _damaged(where, "its column is not lines")
+        raise damaged(where, "its column is not lines")
     text = arrays[LINES_COLUMN].tobytes().decode()
     lines = [parse_json(line) for line in text.split("\n") if line]
     if len(lines) != info.num_lines:
-        raise _damaged(where, f"it has {len(lines)} lines instead of {info.num_lines}")
+        raise damaged(where, f"it has {len(lines)} lines instead of {info.num_lines}")
     return lines
 
 
@@ -137,7 +138,7 @@ def _commit(repository: PolicyRepository, info: NoteInfo, group: PackedGroup) ->
     repository.write_reserved_commit(
         note_name(info.kind, info.id),
         lambda store: put_vectors(store, [group_vector(NOTE_GROUP, group, compress=True)]),
-        metadata={NOTE_KEY: _to_text(info)},
+        metadata={NOTE_KEY: dump_plain(sealed(asdict(info)))},
     )
 
 
@@ -145,30 +146,13 @@ def _note_id(*parts: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())[:_ID_DIGITS]
 
 
-def _to_text(info: NoteInfo) -> str:
-    body = asdict(info)
-    return dump_plain({**body, "record_digest": _record_digest(body)})
-
-
 def _from_text(text: Any, *, where: str) -> NoteInfo:
+    tree = unsealed(text, where=where)
     try:
-        tree = dict(load_plain(text))
-        found = tree.pop("record_digest")
-        info = NoteInfo(**{key: tree[key] for key in NoteInfo.__slots__})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(where, "its record cannot be read") from error
-    if found != _record_digest(tree):
-        raise _damaged(where, "its record does not match its digest")
-    return info
-
-
-def _record_digest(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(dump_plain(body).encode())
+        return NoteInfo(**{key: tree[key] for key in NoteInfo.__slots__})
+    except KeyError as error:
+        raise damaged(where, "its record is of something else") from error
 
 
 def _where(repository: PolicyRepository, name: str) -> str:
     return f"note {name} of {repository.location}"
-
-
-def _damaged(where: str, reason: str) -> IntegrityError:
-    return IntegrityError(f"{where} is damaged: {reason}.", code=ErrorCode.CORRUPT_PAYLOAD)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
 from .bits import TensorSpec, state_digest
 from .errors import ErrorCode, FormatError, IntegrityError
 from .layout import FORMAT_VERSION
 from .packing import dump_plain, from_plain, load_plain, to_plain
+from .sealing import SEAL, sealed, tree_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +180,7 @@ def record_to_tree(record: VersionRecord) -> dict[str, Any]:
     tree["previous_anchor"] = _ref_to_tree(record.previous_anchor)
     tree["delta"] = _delta_to_tree(record.delta)
     tree = to_plain(tree)
-    return {**tree, "record_digest": _tree_digest(tree)}
+    return sealed(tree)
 
 
 def record_from_tree(tree: Any, *, where: str) -> VersionRecord:
@@ -190,11 +189,11 @@ def record_from_tree(tree: Any, *, where: str) -> VersionRecord:
     Raises `FormatError` for a newer format or a tree that is no record, `IntegrityError` when
     it does not match its own digest. `where` names the commit in messages.
     """
-    if not isinstance(tree, dict) or "record_digest" not in tree:
+    if not isinstance(tree, dict) or SEAL not in tree:
         raise _malformed(where, "it has no version record")
     check_format(tree.get("format_version"), where=where)
-    body = {key: value for key, value in tree.items() if key != "record_digest"}
-    if _tree_digest(body) != tree["record_digest"]:
+    body = {key: value for key, value in tree.items() if key != SEAL}
+    if tree_digest(body) != tree[SEAL]:
         raise IntegrityError(
             f"the record of {where} does not match its digest.",
             code=ErrorCode.DIGEST_MISMATCH,
@@ -285,10 +284,6 @@ def _delta_to_tree(delta: DeltaInfo | None) -> dict[str, Any] | None:
     if not delta.shares_digest:
         del tree["shares_digest"]
     return tree
-
-
-def _tree_digest(tree: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(dump_plain(tree).encode())
 
 
 def _malformed(where: str, reason: str) -> FormatError:

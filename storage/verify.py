@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .attachments import check_attachments, list_attachments
 from .bits import PolicyTensors
 from .chain import CodecLookup, CodecState, check_target, fold
 from .errors import DeltaloomError, StorageError
@@ -63,17 +64,21 @@ def verify(
     """Check the versions of a branch (or those in `versions`), oldest first.
 
     Of each are checked: record, tensor list, tables, trainer state, the anchor where there is
-    one, the folds that lead to it, and the tensors rebuilt by its delta; without `versions`, also
-    the notes of the store. Raises nothing for damage: it is in the report.
+    one, the folds that lead to it, its attachments, and the tensors rebuilt by its delta; without
+    `versions`, also the notes of the store. Raises nothing for damage: it is in the report.
     """
-    known = list_folds(repository)
+    known, attached = list_folds(repository), list_attachments(repository)
     infos = [i for i in repository.log(branch) if versions is None or i.version in versions]
     faults: list[Fault] = []
     cursor: _Cursor | None = None
     for info in reversed(infos):
         found, cursor = _check_version(repository, codecs, info, cursor)
         bases = [base for base, targets in known.items() if info.snapshot_id in targets]
-        found = [*found, *_check_folds(repository, codecs, info, bases)]
+        found = [
+            *found,
+            *_check_folds(repository, codecs, info, bases),
+            *check_attachments(repository, attached, info.snapshot_id),
+        ]
         faults += [
             Fault(version=info.version, snapshot_id=info.snapshot_id, error=e) for e in found
         ]
