@@ -177,8 +177,10 @@ class Driver:
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
-            case Submit():
-                self._submit(instruction)
+            case Submit(task=task, attempt=attempt):
+                # Events handled since may have trained the step: then nobody waits for the task.
+                if task.node in self._held_out or self._state.awaits(task, attempt=attempt):
+                    self._submit(instruction)
             case Train():
                 self._train(instruction)
             case Publish(version=version):

@@ -309,6 +309,7 @@ class TaskState:
             case StepTrained():
                 self._expect(event.step == self.training, event)
                 self.trained, self.training = event.step, None
+                self._forget(before=self.oldest_open_step())
             case VersionPublished():
                 self._expect(event.version == self.publishing, event)
                 self.published, self.publishing = event.version, None

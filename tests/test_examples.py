@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from deltaloom.orchestrator.types import Prompt
 from deltaloom.plugins.algorithms.sft import Sft, SftConfig
 from deltaloom.plugins.models.transformer import CharacterTokenizer
 
-from .resume_support import edited, killed_at, resume, start
+from .resume_support import digests, edited, killed_at, resume, start
 from .rl_support import make_group
 from .run_support import deltaloom
 
@@ -87,6 +88,36 @@ def test_a_killed_run_resumes_and_replays_exactly(whole: Path, tmp_path: Path) -
 
     result = compare_runs(StoredRun(whole), StoredRun(killed))
     assert result["identical"], result["difference"]
+
+
+RELEASE = """
+import os
+from pathlib import Path
+
+from deltaloom.orchestrator import hookimpl
+
+
+@hookimpl
+def after_policy_publish(version, num_bytes):
+    if version == 1:
+        with open(Path(__file__).with_name("gate"), "w"):
+            pass
+"""
+
+
+def test_a_node_nobody_reads_may_outlast_its_step(whole: Path, tmp_path: Path) -> None:
+    """Its task of step 1 ends when version 1 is published: the run is the one where it is fast."""
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "release.py").write_text(RELEASE, encoding="utf-8")
+    os.mkfifo(plugins / "gate")
+    waiting = f"""    if prompts[0].id.startswith("1/"):
+        open({str(plugins / "gate")!r}).close()
+    return prompts[:4]"""
+    slow = write(tmp_path)
+    edited(slow, lambda text: text.replace("    return prompts[:4]", waiting))
+    start(slow, tmp_path / "run", plugins_dir=plugins, workers=2)
+    assert digests(tmp_path / "run") == digests(whole)
 
 
 def test_other_data_is_refused_on_resume(tmp_path: Path) -> None:

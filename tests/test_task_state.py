@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -410,3 +411,32 @@ def test_retried_lost_and_twice_answered_tasks_count_once_each() -> None:
     assert [task.shard for task in train.tasks] == list(range(32))
     submitted = [i.task.shard for i in log if isinstance(i, Submit) and i.task.node == "score"]
     assert sorted(submitted) == [shard for shard in range(32) if shard != 20]
+
+
+def test_a_task_nothing_of_the_step_waits_for_is_let_go_with_the_step() -> None:
+    """The driver lets go of what such a task reads as soon as its step is trained."""
+    base = template(lag=1)
+    aside = NodeTemplate(
+        name="aside", inputs=("source",), sharded=False, needs_policy=False, on_failure="stop"
+    )
+    machine = TaskState(
+        template=replace(base, nodes=(*base.nodes, aside)),
+        first_step=1,
+        last_step=3,
+        head_version=0,
+    )
+    machine.start()
+    late = TaskId("aside", 1)
+    finished(machine, *early(1), TaskId("rollout", 1, 1))
+    [train] = trains(finished(machine, TaskId("score", 1, 1)))
+    assert machine.awaits(late, attempt=1)
+    machine.handle(StepTrained(step=train.step))
+    assert machine.oldest_open_step() == 2
+    assert not machine.awaits(late, attempt=1)
+    assert late not in [task for task, _ in machine.outstanding()]
+    for event in (
+        TaskFinished(task=late, attempt=1, num_items=1),
+        TaskFailed(task=late, attempt=1, reason="lost"),
+    ):
+        assert not [i for i in machine.handle(event) if getattr(i, "task", None) == late]
+    assert late not in [task for task, _ in machine.outstanding()]
