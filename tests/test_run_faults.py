@@ -138,7 +138,10 @@ def test_a_scorer_of_the_wrong_shape_is_an_error_that_names_it(
     ("source", "parts"),
     [
         ("def bad(step, rng):\n    return [Prompt('12=')] * 3 + [Prompt('')]\n", ["row 3"]),
-        ("def bad(step, rng):\n    return []\n", ["non-empty", "step 1"]),
+        (
+            "def bad(step, rng):\n    return [] if step == 1 else [Prompt('1=')] * 4\n",
+            ["non-empty", "step 1"],
+        ),
         ("def bad(step, rng):\n    return [Prompt('1?')]\n", ["row 0", "'?'"]),
         ("def bad(step, rng):\n    return ['12=']\n", ["row 0", "Prompt"]),
         ("def bad(step, rng):\n    raise RuntimeError('no data')\n", ["no data", "'source'"]),
