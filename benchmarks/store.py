@@ -4,9 +4,9 @@ A made-up bf16 policy changes by one step in the last place of 0.4 % of its elem
 learning rate of 1e-6; 96 % of them are drawn from the same half percent of all elements, so that 32
 deltas together touch some 2.5 times what one does, as measured on real runs (0.86 % against
 1.96 %). Timed are commits of deltas and of whole policies, staging and the pause of activating, the
-pause of an engine's module, the pause of a subscriber with two copies, and a chain of 32 deltas
-followed one by one, at once, and over a stored fold. Ratios are against copying the whole state,
-or following one by one, in the same run.
+pause of an engine's module, the pauses of a subscriber and a module with two copies, and a chain of
+32 deltas followed one by one, at once, and over a stored fold. Ratios are against copying the whole
+state, or following one by one, in the same run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ import numpy as np
 import torch
 
 from benchmarks._report import write_result
+from deltaloom.orchestrator.interfaces import WeightUpdate
 from deltaloom.plugins.codecs.context.codec import ContextCodec
-from deltaloom.plugins.torch_support.tensor_bits import apply_policy_changes, load_policy
+from deltaloom.plugins.torch_support.spare_module import SpareModule
+from deltaloom.plugins.torch_support.tensor_bits import (
+    apply_policy_changes,
+    load_policy,
+    policy_tensors,
+)
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher, Subscriber
 from deltaloom.storage.codec import DeltaCodec
 from deltaloom.storage.folds import drop_fold, list_folds
+from deltaloom.storage.subscriber import StagedVersion
 
 CHAIN: Final = 32
 DENSITY: Final = 0.004
@@ -155,7 +162,9 @@ def measure(
         for base, targets in list_folds(repository).items():
             for target in targets:
                 drop_fold(repository, base, target)
-    exact = all([*late, *(_same(each.tensors, policy) for each in (follower, exchanging))])
+    held = [each.tensors for each in (follower, exchanging)]
+    held += [each.module_tensors() for each in (follower, exchanging)]
+    exact = all([*late, *(_same(tensors, policy) for tensors in held)])
     deltas = [info.weight_bytes for info in repository.log() if not info.is_anchor]
     return {**_figures(clock, policy, deltas), "exact": exact}
 
@@ -178,7 +187,8 @@ class Follower:
             codecs={codec.name: codec},
             double_buffered=double_buffered,
         )
-        self._module: Module | None = None
+        self._module: torch.nn.Module | None = None
+        self._spare = SpareModule()
 
     @property
     def tensors(self) -> PolicyTensors:
@@ -209,28 +219,50 @@ class Follower:
             load_policy(module, activation.tensors)
 
     def exchange(self) -> None:
-        """Stage the newest version into the spare copy, and make it the one that is served."""
-        staged = self.subscriber.stage()
+        """Stage the newest version into spare copies, and make them those that are served."""
+        staged, module = self.subscriber.stage(), self._module
+        assert module is not None
+        with self._clock.timed("prepare_engine"):
+            self._spare.prepare(module, _update(staged, self.subscriber.prepared_tensors(staged)))
         with self._clock.timed("exchange"):
-            self.subscriber.activate(staged)
+            activation = self.subscriber.activate(staged)
+        with self._clock.timed("engine_exchange"):
+            self._module = self._spare.exchange(module, _update(staged, activation.tensors))
+
+    def module_tensors(self) -> PolicyTensors:
+        """What the engine's module holds, as the policy's bits."""
+        assert self._module is not None
+        return policy_tensors(self._module, dtype=torch.bfloat16)
 
     def _write_all(self, copies: Mapping[str, Any]) -> None:
         for name, bits in self.tensors.bits.items():
             np.copyto(copies[name], bits)
 
 
+def _update(staged: StagedVersion, tensors: PolicyTensors | None) -> WeightUpdate:
+    assert tensors is not None
+    return WeightUpdate(
+        version=staged.version,
+        snapshot_id=staged.info.snapshot_id,
+        tensors=tensors,
+        changes=staged.changes,
+    )
+
+
 def _figures(clock: Clock, policy: PolicyTensors, deltas: Sequence[int]) -> dict[str, Any]:
     replay = sum(clock.seconds["stage"]) + sum(clock.seconds["activate"])
-    names = ("commit_full", "commit_delta", "stage", "activate", "exchange", "copy", "engine_pause")
+    names = ("commit_full", "commit_delta", "stage", "activate", "exchange", "copy")
+    engine_names = ("engine_pause", "engine_exchange", "prepare_engine", "engine_copy")
     return {
         "num_elements": sum(spec.num_elements for spec in policy.specs),
-        **{f"{name}_ms": 1000 * clock.median(name) for name in (*names, "engine_copy")},
+        **{f"{name}_ms": 1000 * clock.median(name) for name in (*names, *engine_names)},
         "pause_to_copy": clock.median("activate") / clock.median("copy"),
         "exchange_to_copy": clock.median("exchange") / clock.median("copy"),
         "pause_to_copy_cpu": clock.median_cpu("activate") / clock.median_cpu("copy"),
         "engine_pause_to_copy_cpu": clock.median_cpu("engine_pause")
         / clock.median_cpu("engine_copy"),
         "engine_pause_to_copy": clock.median("engine_pause") / clock.median("engine_copy"),
+        "engine_exchange_to_copy": clock.median("engine_exchange") / clock.median("engine_copy"),
         "commit_and_fold_ms": 1000 * clock.median("commit_and_fold"),
         "replay_seconds": replay,
         "chain_seconds": clock.median("chain"),

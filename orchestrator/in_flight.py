@@ -7,18 +7,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from ..storage.errors import DeltaloomError
 from ..storage.subscriber import StagedVersion, Subscriber
 
 POLL_SECONDS = 0.02
+
+
+def _nothing_to_prepare(staged: StagedVersion) -> None:
+    """Activating does it all."""
 
 
 class HeadFollower:
     """Stages each newer version in a thread of its own, for as long as the context is open.
 
     The subscriber is handed to and fro: the thread has it until a version is staged, `advance`
-    until that version is active. What is staged when the context closes is let go. `activate`
-    returns the seconds that it took.
+    until that version is active. What is staged when the context closes is let go. `prepare` is
+    called in the thread with each staged version, `activate` returns the seconds that it took.
     """
 
     def __init__(
@@ -26,15 +29,17 @@ class HeadFollower:
         subscriber: Subscriber,
         activate: Callable[[StagedVersion], float],
         *,
+        prepare: Callable[[StagedVersion], None] = _nothing_to_prepare,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._subscriber = subscriber
         self._activate = activate
+        self._prepare = prepare
         self._poll_seconds = poll_seconds
         self.num_updates = 0
         self.pause_seconds = 0.0
         self._staged: StagedVersion | None = None
-        self._error: DeltaloomError | OSError | None = None
+        self._error: Exception | None = None
         self._closing = threading.Event()
         self._handed_back = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="head follower", daemon=True)
@@ -56,7 +61,7 @@ class HeadFollower:
     def advance(self) -> None:
         """Activate the version that is staged, if there is one.
 
-        Raises what staging raised: the store could not be read, or gave wrong bits.
+        Raises what staging or preparing raised: the store could not be read, or gave wrong bits.
         """
         if self._error is not None:
             raise self._error
@@ -74,8 +79,10 @@ class HeadFollower:
                     self._closing.wait(self._poll_seconds)
                     continue
                 self._handed_back.clear()
-                self._staged = self._subscriber.stage()
+                staged = self._subscriber.stage()
+                self._prepare(staged)
+                self._staged = staged
                 if not self._closing.is_set():
                     self._handed_back.wait()
-        except (DeltaloomError, OSError) as error:
+        except Exception as error:
             self._error = error

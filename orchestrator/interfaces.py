@@ -150,6 +150,19 @@ class Engine(Component, Protocol):
 
 
 @runtime_checkable
+class PreparesWeights(Protocol):
+    """What an engine offers that can ready a version beside the one it generates with."""
+
+    def prepare(self, update: WeightUpdate) -> None:
+        """Do what `activate(update)` would have to do, but for the switch itself.
+
+        Called in another thread, while `generate` runs. `update.tensors` may be written to after
+        `activate`, or after the next `prepare`. An update that is prepared need not be activated.
+        """
+        ...
+
+
+@runtime_checkable
 class StreamsGroups(Protocol):
     """What an engine offers that can hand a prompt's rollouts on before the others are done."""
 

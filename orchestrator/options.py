@@ -117,6 +117,10 @@ class RolloutOptions:
     finishing with the one started with. Every token keeps the version that drew it; the engine
     option `recompute_cache_on_update` says what becomes of the cache. Such runs are not
     deterministic."""
+    double_buffered: bool = False
+    """With `in_flight`: hold a second copy of the weights, which a newer version is written to
+    while the engine decodes with the first. Activating then only exchanges the two; it costs the
+    memory of the weights once more."""
     timeout_seconds: float = 600.0
     """Longest one rollout task may go without progress."""
     on_failure: Literal["drop", "stop"] = "drop"
@@ -130,6 +134,12 @@ class RolloutOptions:
             raise ConfigError(
                 f"top_p must be above 0 and at most 1, got {self.top_p!r}.",
                 code=RunErrorCode.WRONG_TYPE,
+            )
+        if self.double_buffered and not self.in_flight:
+            raise ConfigError(
+                "double_buffered is of no use without in_flight: nothing is decoded meanwhile.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Set in_flight, or leave double_buffered out.",
             )
 
 

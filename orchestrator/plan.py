@@ -91,6 +91,7 @@ def make_plan(
     graph = pipeline.graph
     selected = select(graph, selection or Selection())
     _check_late_options(pipeline)
+    _check_engines(pipeline)
     _check_judging(pipeline)
     fusion = plan_fusion(pipeline, plugins)
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
@@ -213,6 +214,19 @@ def _check_late_options(pipeline: ResolvedPipeline) -> None:
             code=RunErrorCode.WRONG_TYPE,
             remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
         )
+
+
+def _check_engines(pipeline: ResolvedPipeline) -> None:
+    """Refuse what an engine does not offer. Raises `ConfigError`."""
+    for node in pipeline.by_role("rollout"):
+        engine = node.components["engine"]
+        if node.options.double_buffered and not hasattr(engine.component, "prepare"):
+            raise ConfigError(
+                f"{node.name}.double_buffered needs an engine that prepares versions beside the "
+                f"one it generates with; {engine.name!r} has no method `prepare`.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Leave it out, or use another engine, such as 'torch'.",
+            )
 
 
 def _check_judging(pipeline: ResolvedPipeline) -> None:

@@ -296,9 +296,9 @@ class TaskRunner:
     def _weights(self) -> WorkerWeights[Engine]:
         (node,) = self._pipeline.by_role("rollout")
         engine: Engine = node.components["engine"].create(model=self._model)
-        return self._follow(engine)
+        return self._follow(engine, double_buffered=node.options.double_buffered)
 
-    def _follow(self, holder: Holder) -> WorkerWeights[Holder]:
+    def _follow(self, holder: Holder, *, double_buffered: bool = False) -> WorkerWeights[Holder]:
         from .worker_weights import WorkerWeights, transfer_options
 
         options = self._pipeline.options
@@ -308,6 +308,7 @@ class TaskRunner:
             branch=self._bootstrap.branch,
             codecs=self._plugins.components["codec"],
             transfer=transfer_options(options, cache=options.weights_cache),
+            double_buffered=double_buffered,
         )
 
 

@@ -14,7 +14,7 @@ from ..storage.repository import PolicyRepository
 from ..storage.subscriber import StagedVersion, Subscriber
 from ..storage.transfer import TransferOptions
 from .in_flight import HeadFollower
-from .interfaces import WeightUpdate
+from .interfaces import PreparesWeights, WeightUpdate
 from .options import PipelineOptions
 
 
@@ -64,12 +64,16 @@ class WorkerWeights(Generic[T]):
         branch: str,
         codecs: Mapping[str, type[Any]],
         transfer: TransferOptions | None = None,
+        double_buffered: bool = False,
     ) -> None:
+        """`double_buffered`: versions are written beside the ones in use, by a holder that
+        `PreparesWeights`."""
         self.holder = holder
         self._store_url = store_url
         self._branch = branch
         self._codecs = codec_lookup(codecs)
         self._transfer = transfer
+        self._double_buffered = double_buffered
         self._repository: PolicyRepository | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
@@ -100,11 +104,28 @@ class WorkerWeights(Generic[T]):
 
     def in_flight(self) -> HeadFollower:
         """A context in which newer versions are staged, and activated when it is told to."""
-        return HeadFollower(self._follow(), self._activate)
+        return HeadFollower(self._follow(), self._activate, prepare=self._prepare)
 
     def _arrive(self, staged: StagedVersion, *, started: float) -> Arrival:
+        self._prepare(staged)
         pause = self._activate(staged)
         return Arrival(total_seconds=time.monotonic() - started, pause_seconds=pause)
+
+    def _prepare(self, staged: StagedVersion) -> None:
+        """Ready a staged version beside the active one, where the holder can."""
+        holder: object = self.holder
+        if not self._double_buffered or not isinstance(holder, PreparesWeights):
+            return
+        tensors = self._follow().prepared_tensors(staged)
+        if tensors is not None:
+            holder.prepare(
+                WeightUpdate(
+                    version=staged.version,
+                    snapshot_id=staged.info.snapshot_id,
+                    tensors=tensors,
+                    changes=staged.changes,
+                )
+            )
 
     def _activate(self, staged: StagedVersion) -> float:
         """Make a staged version the engine's; the seconds it could not generate."""
@@ -142,5 +163,6 @@ class WorkerWeights(Generic[T]):
                 self._opened(),
                 codecs=self._codecs,
                 branch=self._branch,
+                double_buffered=self._double_buffered,
             )
         return self._subscriber

@@ -17,19 +17,20 @@ class SpareCopy:
         self._tensors: PolicyTensors | None = None
         self._written: Changes = {}
 
-    def prepare(self, active: PolicyTensors, changes: Changes) -> None:
-        """Make the copy `active` with `changes` written; does nothing when it is that already."""
+    def prepare(self, active: PolicyTensors, changes: Changes) -> PolicyTensors:
+        """The copy, made `active` with `changes` written; as it is when it is that already."""
         spare = self._tensors
         if spare is None or spare.specs != active.specs:
             bits = {name: array.copy() for name, array in active.bits.items()}
             spare = self._tensors = PolicyTensors(specs=active.specs, bits=bits)
         elif self._written is changes:
-            return
+            return spare
         else:
             _restore(dict(spare.bits), active, self._written)
         self._written = dict(changes)
         apply_changes(dict(spare.bits), changes)
         self._written = changes
+        return spare
 
     def exchange(self, active: PolicyTensors) -> PolicyTensors:
         """The prepared copy, in place of `active`, which becomes the spare one."""

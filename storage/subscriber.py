@@ -165,6 +165,18 @@ class Subscriber:
         held = self._active if version is None else None
         return self._heal(held or self._target(version, None))
 
+    def prepared_tensors(self, staged: StagedVersion) -> PolicyTensors | None:
+        """The whole state that a staged version leads to, before it is active.
+
+        None where it is not held beside the active copy: without `double_buffered`, and for a
+        version without changes. Good until the next staging or activation of another version.
+        """
+        if staged.source == "anchor":
+            return staged.tensors
+        if self._spare is None or not staged.changes:
+            return None
+        return self._spare.prepare(self._held_tensors(), staged.changes)
+
     def activate(self, staged: StagedVersion) -> Activation:
         """Make a staged version the active one; only changed elements are written.
 

@@ -173,13 +173,20 @@ def register_engines():
 
 
 def crossing_run(
-    folder: Path, *, recompute: bool, steps: int = 3, said: list[str] | None = None
+    folder: Path,
+    *,
+    recompute: bool,
+    double_buffered: bool = False,
+    steps: int = 3,
+    said: list[str] | None = None,
 ) -> Path:
     """A run in which every rollout from step 2 on crosses one update."""
     plugins, run_dir = folder / "plugins", folder / "run"
     plugins.mkdir()
     (plugins / "crossing.py").write_text(CROSSING.format(folder=str(folder), steps=steps))
-    options = f"in_flight=True, recompute_cache_on_update={recompute}"
+    options = (
+        f"in_flight=True, double_buffered={double_buffered}, recompute_cache_on_update={recompute}"
+    )
     pipeline = tiny_pipeline(folder, rollout=options, options="max_staleness=1,", steps=steps)
     text = pipeline.read_text().replace('engine="torch"', 'engine="crossing"')
     pipeline.write_text(text.replace("prompts_per_task=2", "prompts_per_task=4"))
@@ -220,7 +227,7 @@ def test_rollouts_go_on_with_each_newer_version_and_say_which_token_is_whose(
     tmp_path: Path,
 ) -> None:
     said: list[str] = []
-    run_dir = crossing_run(tmp_path, recompute=True, said=said)
+    run_dir = crossing_run(tmp_path, recompute=True, double_buffered=True, said=said)
     assert "not deterministic: what a step trains on depends on when newer versions" in said[0]
     for version in (2, 3):
         batch = batch_of(run_dir, version)

@@ -41,12 +41,14 @@ class TorchEngine:
     Config: ClassVar[type[Any]] = TorchEngineConfig
 
     def __init__(self, config: TorchEngineConfig, *, model: Model) -> None:
+        from ..torch_support.spare_module import SpareModule
         from ..torch_support.tensor_bits import dtype_named
 
         self._config = config
         self._tokenizer = model.tokenizer()
         self._module = model.build(seed=0).to(dtype_named(config.compute_dtype)).eval()
         self._module.requires_grad_(requires_grad=False)
+        self._spare = SpareModule()
         self._version = -1
         self._on_group: Callable[[int, list[Rollout]], None] = _keep_quiet
 
@@ -54,14 +56,26 @@ class TorchEngine:
     def version(self) -> int:
         return self._version
 
+    def prepare(self, update: WeightUpdate) -> None:
+        """Write the update into a second module, which `activate` then exchanges with the first.
+
+        May run in another thread while this one generates. Takes the memory of a second module.
+        """
+        if self._version >= 0:
+            self._spare.prepare(self._module, update)
+
     def activate(self, update: WeightUpdate) -> None:
-        """Write the update into the module: only its changes when it lists them.
+        """Take the module prepared for the update, or write it into the one there is: only its
+        changes when it lists them.
 
         Raises `RunError` when the policy does not fit the model; nothing is written then.
         """
         from ..torch_support.tensor_bits import apply_policy_changes, load_policy
 
-        if update.changes is None or self._version < 0:
+        prepared = self._spare.exchange(self._module, update)
+        if prepared is not None:
+            self._module = prepared
+        elif update.changes is None or self._version < 0:
             load_policy(self._module, update.tensors)
         else:
             apply_policy_changes(self._module, update.tensors, update.changes)
@@ -177,6 +191,7 @@ class TorchEngine:
             return
         before = self._version
         between_steps()
+        batch.use(self._module)
         if self._config.recompute_cache_on_update and self._version != before:
             batch.recompute_cache()
 

@@ -63,6 +63,10 @@ class DecodeBatch:
     def is_finished(self) -> bool:
         return self.num_drawn == self.tokens.shape[1] or not self._num_live
 
+    def use(self, module: nn.Module) -> None:
+        """Go on with another module of the same model; the cache stays."""
+        self._module = module
+
     def prefill(self) -> Tensor:
         """Logits [n, V] of the first token; each prompt is computed once for its group."""
         num_prompts, longest = self._prompts.shape
