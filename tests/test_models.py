@@ -129,6 +129,26 @@ def test_logits_at_chosen_places() -> None:
     torch.testing.assert_close(chosen, module(tokens).flatten(0, 1)[[4, 0]])
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_gradients_and_cache_of_chosen_places_are_those_of_the_whole(num_layers: int) -> None:
+    module = random_module(small_model(num_layers=num_layers))
+    tokens, at = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7]]), torch.tensor([7, 2, 3])
+    weights = torch.randn(3, module(tokens).shape[-1])
+    caches, gradients = [], []
+    for places in (at, None):
+        module.zero_grad()
+        logits = module(tokens, at=places)
+        chosen = logits if places is not None else logits.flatten(0, 1)[at]
+        (chosen * weights).sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+        caches.append(module.new_cache(2, 8))  # type: ignore[operator]
+        with torch.no_grad():
+            module(tokens, cache=caches[-1], at=places)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(caches[0].keys, caches[1].keys)
+    torch.testing.assert_close(caches[0].values, caches[1].values)
+
+
 def test_cache_beyond_the_model_is_refused() -> None:
     module = small_model(max_length=8).build(seed=0)
     with pytest.raises(ValueError, match="at most the model's max_length 8, got 9"):

@@ -22,9 +22,8 @@ class ValueDecoder(nn.Module):
 
     def forward(self, tokens: Tensor, *, at: Tensor) -> Tensor:
         """Values [n] of `tokens` int64 [B, T] at flat places `at` int64 [n]."""
-        hidden: Tensor = self.model(tokens, cache=None, positions=None)
-        chosen = hidden.flatten(0, 1).index_select(0, at)
-        return F.linear(chosen, self.value_head.weight).squeeze(-1)
+        hidden: Tensor = self.model(tokens, cache=None, positions=None, at=at)
+        return F.linear(hidden, self.value_head.weight).squeeze(-1)
 
 
 class ActorCritic(CausalDecoder):

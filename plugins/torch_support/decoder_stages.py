@@ -55,13 +55,13 @@ class DecoderStage(nn.Module):
         if not self.shape.learned_positions:
             rotation = (self.rope_cos[places].unsqueeze(-2), self.rope_sin[places].unsqueeze(-2))
         step = DecoderStep(rotation, None)
-        for layer in self.model["layers"].values():  # type: ignore[operator]
-            hidden = layer(hidden, step, None, None)
+        layers = list(self.model["layers"].values())  # type: ignore[operator]
+        for layer in layers:
+            at_end = at if self.is_last and layer is layers[-1] else None
+            hidden = layer(hidden, step, None, None, at_end)
         if not self.is_last:
             return hidden
         hidden = rms_norm(hidden, self._weight("norm"), self.shape.norm_eps)
-        if at is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, at)
         return self._project(hidden)
 
     def _project(self, hidden: Tensor) -> Tensor:

@@ -102,9 +102,17 @@ class Attention(nn.Module):
         self.o_proj = Weight(width, width)
 
     def forward(
-        self, x: Tensor, step: DecoderStep, keys: Tensor | None, values: Tensor | None
+        self,
+        x: Tensor,
+        step: DecoderStep,
+        keys: Tensor | None,
+        values: Tensor | None,
+        at: Tensor | None = None,
     ) -> Tensor:
-        """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, H, S, D]."""
+        """`x` [B, T, H*D]; `keys`, `values` are this layer's cache [B, H, S, D].
+
+        Gives [B, T, H*D], or [n, H*D] at flat places `at` int64 [n].
+        """
         q = self._heads(x, self.q_proj.weight)
         k = self._heads(x, self.k_proj.weight)
         v = self._heads(x, self.v_proj.weight).transpose(1, 2)
@@ -118,7 +126,7 @@ class Attention(nn.Module):
                 k, v = keys[:, :, :num_visible], values[:, :, :num_visible]
                 mask, is_causal = step.access.mask, False
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-        return F.linear(mixed.transpose(1, 2).flatten(2), self.o_proj.weight)
+        return F.linear(chosen(mixed.transpose(1, 2).flatten(2), at), self.o_proj.weight)
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         projected = F.linear(x, weight)
@@ -151,10 +159,16 @@ class Layer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(
-        self, x: Tensor, step: DecoderStep, keys: Tensor | None, values: Tensor | None
+        self,
+        x: Tensor,
+        step: DecoderStep,
+        keys: Tensor | None,
+        values: Tensor | None,
+        at: Tensor | None = None,
     ) -> Tensor:
+        """As `Attention`, with which it shares its arguments."""
         normed = rms_norm(x, self.input_layernorm.weight, self.norm_eps)
-        x = x + self.self_attn(normed, step, keys, values)
+        x = chosen(x, at) + self.self_attn(normed, step, keys, values, at)
         normed = rms_norm(x, self.post_attention_layernorm.weight, self.norm_eps)
         hidden: Tensor = x + self.mlp(normed)
         return hidden
@@ -179,8 +193,18 @@ class Decoder(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(
-        self, tokens: Tensor, *, cache: KeyValueCache | None, positions: Tensor | None
+        self,
+        tokens: Tensor,
+        *,
+        cache: KeyValueCache | None,
+        positions: Tensor | None,
+        at: Tensor | None = None,
     ) -> Tensor:
+        """Hidden states [B, T, H*D], or [n, H*D] at flat places `at` int64 [n].
+
+        Of the last layer only attention's keys and values are computed elsewhere: nothing sees
+        the rest, and in training it is the share of the prompt.
+        """
         access = None if cache is None else _access(cache, tokens, positions)
         if positions is None:
             places = torch.arange(tokens.shape[1])
@@ -196,7 +220,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             keys = None if cache is None else cache.keys[index]
             values = None if cache is None else cache.values[index]
-            x = layer(x, step, keys, values)
+            x = layer(x, step, keys, values, at if index + 1 == len(self.layers) else None)
         return rms_norm(x, self.norm.weight, self.shape.norm_eps)
 
 
@@ -229,9 +253,7 @@ class CausalDecoder(nn.Module):
         cache, tokens are written at their positions and see every slot up to their own, so
         rows are padded on the right and a padding token's slot is overwritten in its turn.
         """
-        hidden: Tensor = self.model(tokens, cache=cache, positions=positions)
-        if at is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, at)
+        hidden: Tensor = self.model(tokens, cache=cache, positions=positions, at=at)
         return F.linear(hidden, self.lm_head.weight)
 
     def cut(self, num_stages: int) -> list[nn.Module]:
@@ -281,6 +303,11 @@ def initialize_weights(
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     std *= residual_scale
                 parameter.normal_(0.0, std, generator=generator)
+
+
+def chosen(hidden: Tensor, at: Tensor | None) -> Tensor:
+    """Hidden states [B, T, D], or [n, D] at flat places `at` int64 [n]."""
+    return hidden if at is None else hidden.flatten(0, 1).index_select(0, at)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
