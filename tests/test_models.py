@@ -131,9 +131,9 @@ def test_logits_at_chosen_places() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_gradients_and_cache_of_chosen_places_are_those_of_the_whole(num_layers: int) -> None:
-    module = random_module(small_model(num_layers=num_layers))
+    module = random_module(small_model(num_layers=num_layers)).double()
     tokens, at = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7]]), torch.tensor([7, 2, 3])
-    weights = torch.randn(3, module(tokens).shape[-1])
+    weights = torch.randn(3, module(tokens).shape[-1], generator=torch.Generator().manual_seed(0))
     caches, gradients = [], []
     for places in (at, None):
         module.zero_grad()
