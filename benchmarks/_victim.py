@@ -2,7 +2,8 @@
 
 `python -m benchmarks._victim RUN_DIR PIPELINE STEPS POINT COUNT`: starts the run, or resumes it
 when there is one, and dies when POINT is passed for the COUNT-th time. Points are those of
-`orchestrator.session.Session`: encoded, staged, written, committed, replayed; "none" never.
+`orchestrator.session.Session`: encoded, staged, written, committed, replayed, evaluated, found,
+forked, branched; "none" never.
 """
 
 from __future__ import annotations

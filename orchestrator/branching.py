@@ -114,10 +114,36 @@ def starts_branch(manifest: RunManifest, *, branch: str | None, from_ref: str | 
     return from_ref is not None or (branch is not None and not known)
 
 
-def rollbacks(history: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """(snapshot id, rule) of every rollback that a run's history tells of."""
-    made = [entry["guard"] for entry in history if entry.get("guard")]
-    return tuple((guard["snapshot_id"], guard["rule"]) for guard in made)
+def pause_entry(manifest: RunManifest, halt: Halt) -> dict[str, Any]:
+    """What `run.json` keeps of a pause of its branch, so that a person is told of it once."""
+    return {
+        "branch": manifest.branch,
+        "paused": halt.to_json(),
+        "overlay": dict(manifest.overlay),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActedOn:
+    """Findings of the guard that a run has acted on, as (snapshot id, rule)."""
+
+    rollbacks: frozenset[tuple[str, str]] = frozenset()
+    pauses: frozenset[tuple[str, str]] = frozenset()
+
+    def knows(self, halt: Halt) -> bool:
+        """Whether the finding is done with."""
+        return (halt.snapshot_id, halt.finding.rule) in self.rollbacks | self.pauses
+
+
+def acted_on(history: Sequence[Mapping[str, Any]]) -> ActedOn:
+    """What a run's history tells of its guard."""
+    return ActedOn(rollbacks=_halts(history, "guard"), pauses=_halts(history, "paused"))
+
+
+def _halts(history: Sequence[Mapping[str, Any]], name: str) -> frozenset[tuple[str, str]]:
+    halts = [entry[name] for entry in history if entry.get(name)]
+    return frozenset((halt["snapshot_id"], halt["rule"]) for halt in halts)
 
 
 def unused_name(from_branch: str, version: int, *, taken: Collection[str]) -> str:

@@ -7,9 +7,10 @@ last. A finding is written beside its version before anything is done about it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from .branching import ActedOn
 from .errors import PluginError, boundary
 from .evaluation import (
     NOTE_PREFIX,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 class VersionJudge:
     """Judges the versions of a branch in order; called on the committer thread.
 
-    `history` are the branch's versions before the one judged next. `acted_on` are (snapshot id,
-    rule) of the rollbacks that were made already.
+    `history` are the branch's versions before the one judged next. `faults` is called with
+    "evaluated" and "found" when an evaluation or findings are kept.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class VersionJudge:
         held_out: Mapping[str, HeldOut],
         last_version: int,
         history: Sequence[Observed],
-        acted_on: Collection[tuple[str, str]],
+        acted_on: ActedOn,
         say: Callable[[str], None],
+        faults: Callable[[str], None] | None = None,
     ) -> None:
         self._repository = repository
         self._config = pipeline.config
@@ -59,8 +61,9 @@ class VersionJudge:
         self._held_out = held_out
         self._last_version = last_version
         self._history = list(history)
-        self._acted_on = frozenset(acted_on)
+        self._acted_on = acted_on
         self._say = say
+        self._faults = faults or (lambda boundary: None)
 
     def __call__(
         self, *, version: int, outputs: Mapping[TaskId, bytes], lost: Mapping[TaskId, str]
@@ -73,6 +76,7 @@ class VersionJudge:
         for result in results:
             name = f"{NOTE_PREFIX}{result.node}"
             write_attachment(self._repository, info, name, result.to_json(), table=result.table())
+            self._faults("evaluated")
             self._say(evaluation_words(result.node, result.to_json()))
         found = {name: value for result in results for name, value in result.metrics().items()}
         self._history.append(observed(info, self._known(info) | found, branch=self._branch))
@@ -92,34 +96,33 @@ class VersionJudge:
 
     def _verdict(self, info: CommitInfo, history: Sequence[Observed]) -> Verdict:
         with boundary(PluginError, f"guard {self._guard.name!r}, version {info.version}"):
-            findings = tuple(
-                self._guard.judge(history, self._config, num_rollbacks=len(self._acted_on))
-            )
-        known = self._note_findings(info, findings) if findings else frozenset[str]()
-        halting = [f for f in findings if f.action != "warn" and not self._is_seen(f, info, known)]
-        halt = Halt(finding=halting[0], snapshot_id=info.snapshot_id) if halting else None
+            number = len(self._acted_on.rollbacks)
+            findings = tuple(self._guard.judge(history, self._config, num_rollbacks=number))
+        if findings:
+            self._note_findings(info, findings)
+        halts = [
+            Halt(finding=finding, snapshot_id=info.snapshot_id)
+            for finding in findings
+            if finding.action != "warn"
+        ]
+        open_halts = [halt for halt in halts if not self._acted_on.knows(halt)]
+        halt = open_halts[0] if open_halts else None
         return Verdict(version=info.version, findings=findings, halt=halt)
 
-    def _is_seen(self, finding: Finding, info: CommitInfo, known: Collection[str]) -> bool:
-        """Whether a person, or this run before it was stopped, acted on the finding."""
-        if finding.action == "pause":
-            return finding.rule in known
-        return (info.snapshot_id, finding.rule) in self._acted_on
-
-    def _note_findings(self, info: CommitInfo, findings: Sequence[Finding]) -> frozenset[str]:
-        """Keep findings beside their version; the rules of those that were there before."""
+    def _note_findings(self, info: CommitInfo, findings: Sequence[Finding]) -> None:
+        """Keep findings beside their version."""
         from ..storage.attachments import read_attachment, write_attachment
 
         note = read_attachment(self._repository, info.snapshot_id, GUARD_NOTE)
         before = list(note.values) if note else []
-        known = frozenset(finding["rule"] for finding in before)
+        known = {finding["rule"] for finding in before}
         new = [finding for finding in findings if finding.rule not in known]
         if new:
             entries = [*before, *(finding.to_json() for finding in new)]
             write_attachment(self._repository, info, GUARD_NOTE, entries)
+            self._faults("found")
         for finding in new:
             self._say(f"guard: {finding.words}")
-        return known
 
     def _results(
         self, version: int, outputs: Mapping[TaskId, bytes], lost: Mapping[TaskId, str]

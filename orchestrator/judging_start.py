@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .branching import ActedOn
 from .evaluation import evaluation_metrics
 from .evaluation_state import EvaluationState, EvaluationTemplate, evaluations_due
 from .held_out import HeldOut, held_out_prompts
@@ -13,7 +14,7 @@ from .judging import VersionJudge, observed
 from .plan import Plan
 from .resolve import ResolvedPipeline
 from .roles import Halt
-from .version_notes import VersionNotes, version_notes
+from .version_notes import version_notes
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
@@ -26,12 +27,14 @@ KnownNodes = Mapping[int, frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judging:
-    """How a session judges: `halt` is what it has to see to before anything else."""
+    """How a session judges: `halt` is what it has to see to before anything else, `unjudged` are
+    snapshot ids of the versions still to be judged."""
 
     held_out: Mapping[str, HeldOut]
     state: EvaluationState
     judge: VersionJudge
     halt: Halt | None
+    unjudged: Mapping[int, str]
 
 
 def start_judging(
@@ -41,8 +44,9 @@ def start_judging(
     *,
     branch: str,
     head: int,
-    acted_on: Collection[tuple[str, str]],
+    acted_on: ActedOn,
     say: Callable[[str], None],
+    faults: Callable[[str], None] | None = None,
 ) -> Judging:
     """Judge from a branch's head on. The newest versions are looked at again: a run may have been
     stopped between a finding and what was to be done about it."""
@@ -65,6 +69,7 @@ def start_judging(
         history=_history(infos, notes, branch=branch, judged=judged),
         acted_on=acted_on,
         say=say,
+        faults=faults,
     )
     state = EvaluationState(
         templates=templates,
@@ -76,15 +81,8 @@ def start_judging(
         max_attempts=pipeline.options.max_attempts,
     )
     halt = judge.catch_up(first=newest) if template.judges else None
-    return Judging(held_out=held_out, state=state, judge=judge, halt=halt)
-
-
-def lacks_evaluation(repository: PolicyRepository, plan: Plan, head: CommitInfo) -> bool:
-    """Whether the last version of a run is still to be evaluated."""
-    if not plan.evaluations:
-        return False
-    notes = version_notes(repository, [head]).get(head.snapshot_id, VersionNotes())
-    return any(name not in notes.evaluations for name in plan.evaluations)
+    unjudged = {info.version: info.snapshot_id for info in infos if info.version > judged}
+    return Judging(held_out=held_out, state=state, judge=judge, halt=halt, unjudged=unjudged)
 
 
 def _branch_infos(repository: PolicyRepository, branch: str) -> list[CommitInfo]:

@@ -243,7 +243,11 @@ class _Resumption:
             if not prepared.plan.template.trains:
                 self._write_changes(before, prepared)
                 return session.resume_slice(head)
-            if head.version >= prepared.pipeline.options.steps and session.is_judged(head):
+            judging = session.judge_again(head)
+            if judging.halt is not None:
+                self._write_changes(before, prepared)
+                return self._halting(session, session.halted(head, judging.halt))
+            if head.version >= prepared.pipeline.options.steps and not judging.unjudged:
                 self._write_changes(before, prepared)
                 return session.finished(head, accounting_from_json(head.attributes["accounting"]))
             rebuilt = session.trainer_at(head, recorded)
@@ -335,8 +339,14 @@ class _Resumption:
         self._say(fork.words)
         entry = fork.entry(prepared.manifest.overlay)
         self._write(prepared, self._stored.with_entry(entry))
+        self._pass("forked")
         self._repository.branch(fork.branch, fork.origin.snapshot_id)
+        self._pass("branched")
         return entry
+
+    def _pass(self, boundary: str) -> None:
+        if self._faults is not None:
+            self._faults(boundary)
 
     def _maker_of(self, info: CommitInfo) -> str:
         """The branch of this run that a version was made on."""

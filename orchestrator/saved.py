@@ -135,7 +135,11 @@ def _in_the_store() -> Sequence[SavedItem]:
 def _in_the_directory() -> Sequence[SavedItem]:
     run = RunDir(_ROOT)
     rows = (
-        (run.run_file, "how it was started, current branch, history of branches", "start, fork"),
+        (
+            run.run_file,
+            "how it was started, current branch, history of branches",
+            "start, fork, pause",
+        ),
         (run.config_file, "resolved options", "start, fork"),
         (run.spool, "results of finished tasks", "each task, until its version is committed"),
         (run.metrics_file, "metrics", "every version; missing lines are written again"),

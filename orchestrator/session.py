@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -18,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 from . import run_dir as run_dirs
 from .accounting import Accounting, Ledger, LedgerRow, accounting_from_json
 from .admission import Admission
-from .branching import rollbacks
+from .branch_publishing import BranchPublishing
+from .branching import acted_on, pause_entry
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver
-from .errors import ConfigError, RunErrorCode, RunInterruptedError, RunPausedError
+from .errors import RunErrorCode, RunInterruptedError, RunPausedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
-from .judging_start import Judging, lacks_evaluation, start_judging
+from .judging_start import Judging, start_judging
 from .pipeline_file import load_pipeline
 from .plan import Plan, nondeterminism
 from .plugin_manager import Plugins
@@ -35,7 +34,6 @@ from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .roles import Halt, Observer, TrainingRole
 from .run_dir import RunDir, RunManifest
-from .shared_publishing import SharedPublisher, ShareTarget, publishes_shares
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
@@ -96,7 +94,8 @@ class Session:
     """One attempt at a run. `say` takes a line a person should see.
 
     `faults` is called with "replayed" for each version trained again and with the boundaries of
-    a publish (`storage.Publisher`); tests and benchmarks end the process there.
+    a publish (`storage.Publisher`) and of judging (`VersionJudge`); tests and benchmarks end the
+    process there.
     """
 
     def __init__(
@@ -117,9 +116,20 @@ class Session:
         self._extra_observers = observers
         self._say = say
         self._codecs = codec_lookup(prepared.plugins.components["codec"])
+        self._publishing = BranchPublishing(
+            repository=self._repository,
+            pipeline=prepared.pipeline,
+            plugins=prepared.plugins,
+            branch=prepared.manifest.branch,
+            store_url=prepared.manifest.store_url,
+            trains=prepared.plan.template.trains,
+            codecs=self._codecs,
+            faults=faults,
+        )
         self._vetoed = _vetoed(prepared.pipeline, repository)
         self._started = time.monotonic()
         self._executor: Executor | None = None
+        self._judging: Judging | None = None
         self.halt: Halt | None = None
         """The finding that ended the run before its last step, and that is to be rolled back."""
 
@@ -154,7 +164,7 @@ class Session:
 
     def start(self) -> Mapping[str, Any]:
         """From nothing: v0, then every step."""
-        with self._publishing(resume=False) as publisher:
+        with self._publishing.opened(resume=False) as publisher:
             self.call_workers()
             trainer, algorithm = build_trainer(self._pipeline)
             trainer.initialize(seed=self._pipeline.options.seed)
@@ -204,7 +214,7 @@ class Session:
     ) -> Mapping[str, Any]:
         """From the branch's head, at which the trainer was rebuilt."""
         branch = self._prepared.manifest.branch
-        with self._publishing(resume=True) as publisher:
+        with self._publishing.opened(resume=True) as publisher:
             template = self._prepared.plan.template
             late = {} if first_attributes else late_shards(head.attributes["cursor"])
             oldest = max(0, head.version - template.max_staleness)
@@ -233,7 +243,7 @@ class Session:
         if sliced.step >= self._pipeline.options.steps:
             return self.finished(base, sliced.accounting)
         trainer, algorithm = build_trainer(self._pipeline)
-        with self._publishing(resume=True) as publisher:
+        with self._publishing.opened(resume=True) as publisher:
             start = _Start(
                 head=0,
                 heads={0: base.snapshot_id},
@@ -241,6 +251,20 @@ class Session:
                 sliced=sliced,
             )
             return self._drive(trainer, algorithm, publisher, start)
+
+    def judge_again(self, head: CommitInfo) -> Judging:
+        """Look at the newest versions again, before anything else: the run may have been stopped
+        between a version and what its verdict demands."""
+        judges = self._prepared.plan.template.judges
+        with self._publishing.opened(resume=False) if judges else nullcontext():
+            self._judging = self._start_judging(head.version)
+        return self._judging
+
+    def halted(self, head: CommitInfo, halt: Halt) -> Mapping[str, Any]:
+        """End with a finding that is still to be acted on. Raises `RunPausedError`."""
+        summary = self.finished(head, accounting_from_json(head.attributes["accounting"]))
+        self._end(halt, summary)
+        return summary
 
     def finished(self, head: CommitInfo, totals: Accounting) -> Mapping[str, Any]:
         """The summary of a run that has all its steps; written now if a crash kept it from it."""
@@ -289,7 +313,7 @@ class Session:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
             )
-            judging = self._start_judging(start.head)
+            judging = self._judging or self._start_judging(start.head)
             state = TaskState(
                 template=self._prepared.plan.template,
                 first_step=max(start.head, start.sliced.step) + 1,
@@ -310,19 +334,19 @@ class Session:
                 ledger=start.ledger,
                 training=self._training(trainer, algorithm, start),
                 committing=Committer(
-                    closing.enter_context(self._publisher_for(trainer, publisher)),
+                    closing.enter_context(self._publishing.of_trainer(trainer, publisher)),
                     self._plugins,
                     config_digest=self._pipeline.config_digest,
                     first=start.first_attributes,
                 ),
                 observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
-                heads=self._unjudged(judging, start.head) | dict(start.heads),
+                heads={**judging.unjudged, **start.heads},
                 board=board,
                 spool=self._spool(),
             )
             try:
                 with _quick_thread_switches():
-                    halt = judging.halt or driver.run()
+                    halt = driver.run()
             except BaseException:
                 driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
                 raise
@@ -351,12 +375,15 @@ class Session:
             self._plugins.hook.after_run_end(run_dir=str(self._run_dir.path), summary=summary)
             return
         if halt.finding.action == "pause":
+            self._note_pause(halt)
             raise paused(halt, self._run_dir.path)
         self.halt = halt
 
-    def is_judged(self, head: CommitInfo) -> bool:
-        """Whether nothing is left to be done for the last version."""
-        return not lacks_evaluation(self._repository, self._prepared.plan, head)
+    def _note_pause(self, halt: Halt) -> None:
+        """Keep that a person is told: resuming is then the answer."""
+        run_dir, stored = run_dirs.open_run(self._run_dir.path)
+        entry = pause_entry(stored.on_branch(self._run_dir.branch), halt)
+        run_dirs.save_manifest(run_dir, stored.with_entry(entry))
 
     def _start_judging(self, head: int) -> Judging:
         _, stored = run_dirs.open_run(self._run_dir.path)
@@ -366,17 +393,10 @@ class Session:
             self._prepared.plan,
             branch=self._prepared.manifest.branch,
             head=head,
-            acted_on=rollbacks(stored.history),
+            acted_on=acted_on(stored.history),
             say=self._say,
+            faults=self._faults,
         )
-
-    def _unjudged(self, judging: Judging, head: int) -> dict[int, str]:
-        """Snapshot ids of the versions that evaluations may be asked for."""
-        if not judging.state.judges:
-            return {}
-        branch = self._prepared.manifest.branch
-        versions = range(judging.state.judged + 1, head + 1)
-        return {v: self._repository.info(v, branch=branch).snapshot_id for v in versions}
 
     def _recorder(self, head: int) -> RunRecorder:
         return RunRecorder(
@@ -465,74 +485,6 @@ class Session:
         )
         return executor
 
-    @contextmanager
-    def _publisher_for(
-        self, trainer: Trainer, whole: Publisher
-    ) -> Iterator[Publisher | SharedPublisher]:
-        """The publisher that holds the branch; in its place the trainer's ranks, if they publish
-        their own shares."""
-        ranks = publishes_shares(trainer) if self._prepared.plan.template.trains else None
-        if ranks is None:
-            yield whole
-            return
-        from ..storage.sharded_publisher import ShardCoordinator
-
-        (publish,) = self._pipeline.by_role("publish")
-        if publish.options.fold_every:
-            raise ConfigError(
-                f"{publish.name}.fold_every: the trainer's ranks publish their own shares, of "
-                "which folds cannot be made.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Set it to 0, or train on one rank.",
-            )
-        shares = ranks.shares
-        assert shares is not None
-        codec = publish.components["codec"].create()
-        branch = self._prepared.manifest.branch
-        whole.close()
-        coordinator = ShardCoordinator(
-            self._repository,
-            codec=codec,
-            num_ranks=shares.num_ranks,
-            shares=shares,
-            branch=branch,
-            owner=_owner(),
-            anchor_every=publish.options.anchor_every,
-            max_chain_ratio=publish.options.max_chain_ratio,
-            select_anchor=self._plugins.hook.select_anchor,
-        )
-        with coordinator:
-            ranks.open_branch(
-                ShareTarget(
-                    store_url=self._prepared.manifest.store_url,
-                    branch=branch,
-                    codec=codec,
-                    codecs=self._codecs,
-                )
-            )
-            yield SharedPublisher(coordinator, ranks, faults=self._faults)
-
-    @contextmanager
-    def _publishing(self, *, resume: bool) -> Iterator[Publisher]:
-        from ..storage.publisher import Publisher
-
-        (publish,) = self._pipeline.by_role("publish")
-        make = Publisher.resume if resume else Publisher
-        publisher = make(
-            self._repository,
-            codec=publish.components["codec"].create(),
-            branch=self._prepared.manifest.branch,
-            owner=_owner(),
-            anchor_every=publish.options.anchor_every,
-            max_chain_ratio=publish.options.max_chain_ratio,
-            fold_every=publish.options.fold_every,
-            select_anchor=self._plugins.hook.select_anchor,
-            codecs=self._codecs,
-            faults=self._faults,
-        )
-        with publisher:
-            yield publisher
-
 
 def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping[str, str]:
     """Who vetoed, by digest of the rollout, in the reviews that training is to respect.
@@ -545,11 +497,6 @@ def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping
     from .review.stored import stored_verdicts, vetoes
 
     return vetoes(stored_verdicts(repository, reviews=train.options.vetoes))
-
-
-def _owner() -> str:
-    """Who holds a branch, for those who find it taken."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def paused(halt: Halt, path: Path) -> RunPausedError:

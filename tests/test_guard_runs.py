@@ -30,13 +30,13 @@ def fails_from_three(rollout):
 RULE = "evaluate.score drop=0.5 action=rollback scale.train.lr=0.5"
 
 
-def failing_pipeline(folder: Path) -> Path:
+def failing_pipeline(folder: Path, *, steps: int = 6) -> Path:
     """Every version from 3 on fails its evaluation, and the guard rolls back once."""
     return tiny_pipeline(
         folder,
         functions=FAILING,
         nodes="evaluate(held_out, by=fails_from_three, every=1, num_samples=1, before_use=True),",
-        steps=6,
+        steps=steps,
         options=f'guard=guard("{RULE}", max_rollbacks=1),',
     )
 
