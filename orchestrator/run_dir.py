@@ -88,7 +88,7 @@ class RunManifest:
     """`run.json`: how the run was started, and what became of its branches.
 
     `overlay` is of the first branch, `branch` the one that `resume` continues. `history` lists
-    forks and changed options, oldest first; a branch has the `overlay` of its newest entry.
+    forks, pauses and changed options, oldest first; a branch has the `overlay` of its newest entry.
     `selection` is the slice of the graph that runs, `plan.Selection` by its fields.
     """
 
