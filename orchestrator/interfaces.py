@@ -179,6 +179,45 @@ class StreamsGroups(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """What continues the rollouts of a request that are not finished, between two tokens."""
+
+    indices: tuple[int, ...]
+    """The prompts of the request whose groups are not whole."""
+    num_unfinished: int
+    """Rollouts that are not finished."""
+    arrays: Mapping[str, npt.NDArray[Any]]
+    """The engine's own."""
+
+
+@runtime_checkable
+class LeavesTail(Protocol):
+    """What an engine offers whose rollouts have the same bits whatever they are drawn with, so
+    that another engine can go on with them."""
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether it is set up so."""
+        ...
+
+    def draw_until(
+        self,
+        request: GenerateRequest,
+        *,
+        tails: Sequence[Tail] = (),
+        leave: Callable[[int], bool],
+        on_group: Callable[[int, list[Rollout]], None],
+        between_steps: Callable[[], None] | None = None,
+    ) -> Tail | None:
+        """`stream`, until `leave` says so of the number of unfinished rollouts; it is asked after
+        each token. With `tails`, goes on with them: the request has their prompts, in order.
+
+        Gives what was left, or None when everything is finished.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
     """What an algorithm makes of one group.
 

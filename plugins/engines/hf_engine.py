@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import GenerateRequest, Model
-from ...orchestrator.types import Rollout
+from ...orchestrator.interfaces import Model
 from .torch_engine import TorchEngine, TorchEngineConfig
 
 
@@ -20,15 +17,7 @@ class HfEngine(TorchEngine):
 
     def __init__(self, config: TorchEngineConfig, *, model: Model) -> None:
         super().__init__(config, model=model)
-        self._stop_ids: tuple[int, ...] = getattr(model.tokenizer(), "stop_ids", ())
-
-    def generate(
-        self, request: GenerateRequest, *, between_steps: Callable[[], None] | None = None
-    ) -> list[list[Rollout]]:
-        """See `TorchEngine.generate`."""
-        stops = (*request.sampling.stop_token_ids, *self._stop_ids)
-        sampling = replace(request.sampling, stop_token_ids=stops)
-        return super().generate(replace(request, sampling=sampling), between_steps=between_steps)
+        self._stop_token_ids += getattr(model.tokenizer(), "stop_ids", ())
 
 
 @hookimpl

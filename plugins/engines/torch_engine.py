@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
+from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.interfaces import GenerateRequest, Model, Tokenizer, WeightUpdate
-from ...orchestrator.types import Int32Array, Prompt, Rollout
+from ...orchestrator.interfaces import GenerateRequest, Model, Tail, WeightUpdate
+from ...orchestrator.types import Prompt, Rollout
+from .._options import require
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..torch_support.decoding import DecodeBatch
+    from ..torch_support.finished_groups import FinishedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,27 @@ class TorchEngineConfig:
     the recorded logprobs those of a mixture no single version would give."""
     num_threads: int = 0
     """Compute threads during `generate`; 0 leaves the process's setting."""
+    batch_invariant: bool = False
+    """Give a rollout the same bits whatever it is drawn with: in any batch, alone, or gone on with
+    by another engine. Computes in blocks of `block_rows`, with one thread."""
+    block_rows: int = 8
+    """Rows computed together with `batch_invariant`; another number gives other last bits."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.block_rows >= 1, option="block_rows", expected="at least 1", got=self.block_rows
+        )
+        if self.batch_invariant:
+            dtype, threads = self.compute_dtype, self.num_threads
+            require(
+                dtype == "float32",
+                option="compute_dtype",
+                expected="float32 with batch_invariant",
+                got=dtype,
+            )
+            require(
+                threads <= 1, option="num_threads", expected="1 with batch_invariant", got=threads
+            )
 
 
 class TorchEngine:
@@ -48,6 +74,9 @@ class TorchEngine:
         self._tokenizer = model.tokenizer()
         self._module = model.build(seed=0).to(dtype_named(config.compute_dtype)).eval()
         self._module.requires_grad_(requires_grad=False)
+        if config.batch_invariant:
+            self._become_invariant(model)
+        self._stop_token_ids: tuple[int, ...] = (self._tokenizer.eos_id,)
         self._spare = SpareModule()
         self._version = -1
         self._on_group: Callable[[int, list[Rollout]], None] = _keep_quiet
@@ -81,6 +110,10 @@ class TorchEngine:
             apply_policy_changes(self._module, update.tensors, update.changes)
         self._version = update.version
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._config.batch_invariant
+
     def generate(
         self, request: GenerateRequest, *, between_steps: Callable[[], None] | None = None
     ) -> list[list[Rollout]]:
@@ -89,17 +122,13 @@ class TorchEngine:
         Raises `ValueError` naming the prompt for one of no tokens, with characters the model
         has no tokens for, or too long for the model; and for seeds of another shape.
         """
-        import torch
-
-        from ..torch_support.determinism import compute_threads
-
         prompts = self._encode(request)
         if not prompts or not request.group_size:
             return [[] for _ in prompts]
-        with compute_threads(self._config.num_threads), torch.inference_mode():
+        with self._computing():
             batch = self._new_batch(request, prompts)
-            finished = _FinishedGroups(self._tokenizer, batch, request, prompts, self._on_group)
-            self._decode(batch, request, finished, between_steps)
+            finished = self._finished_groups(batch, request, prompts)
+            self._decode(batch, request, finished, batch.prefill(), between_steps)
         return finished.groups
 
     def stream(
@@ -116,15 +145,94 @@ class TorchEngine:
         finally:
             self._on_group = _keep_quiet
 
+    def draw_until(
+        self,
+        request: GenerateRequest,
+        *,
+        tails: Sequence[Tail] = (),
+        leave: Callable[[int], bool],
+        on_group: Callable[[int, list[Rollout]], None],
+        between_steps: Callable[[], None] | None = None,
+    ) -> Tail | None:
+        """See `LeavesTail.draw_until`; wants `batch_invariant`, and the version to stay."""
+        from ..torch_support.invariant_decoding import InvariantBatch
+        from ..torch_support.row_tails import rows_from_arrays, rows_to_arrays
+
+        prompts = self._encode(request)
+        self._on_group = on_group
+        try:
+            with self._computing():
+                batch = self._new_batch(request, prompts)
+                assert isinstance(batch, InvariantBatch)
+                states = [state for tail in tails for state in rows_from_arrays(tail.arrays)]
+                logits = batch.restore(states) if states else batch.prefill()
+                drawn = [self._version] * max((s.tokens.size for s in states), default=0)
+                finished = self._finished_groups(batch, request, prompts, versions=drawn)
+                self._decode(batch, request, finished, logits, between_steps, leave)
+                if batch.is_finished:
+                    return None
+                left = finished.unfinished()
+                rows = [state for index in left for state in batch.states(index)]
+                return Tail(
+                    indices=tuple(left), num_unfinished=batch.num_live, arrays=rows_to_arrays(rows)
+                )
+        finally:
+            self._on_group = _keep_quiet
+
+    def _become_invariant(self, model: Model) -> None:
+        from ..torch_support.invariant_decoding import align_parameters
+
+        if not hasattr(self._module, "new_invariant_cache"):
+            raise ConfigError(
+                "batch_invariant needs a model whose module offers new_invariant_cache; "
+                f"{model.name!r} has none.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Leave it out, or use another model, such as 'transformer'.",
+            )
+        align_parameters(self._module)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        import torch
+
+        from ..torch_support.determinism import compute_threads
+
+        num_threads = 1 if self._config.batch_invariant else self._config.num_threads
+        with compute_threads(num_threads), torch.inference_mode():
+            yield
+
     def _new_batch(self, request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> DecodeBatch:
         from ..torch_support.decoding import DecodeBatch
+        from ..torch_support.invariant_decoding import InvariantBatch
 
-        return DecodeBatch(
+        kind: Callable[..., DecodeBatch] = DecodeBatch
+        if self._config.batch_invariant:
+            kind = partial(InvariantBatch, block_rows=self._config.block_rows)
+        return kind(
             self._module,
             prompts,
             group_size=request.group_size,
             max_new_tokens=request.sampling.max_new_tokens,
-            stop_token_ids=(self._tokenizer.eos_id, *request.sampling.stop_token_ids),
+            stop_token_ids=(*self._stop_token_ids, *request.sampling.stop_token_ids),
+        )
+
+    def _finished_groups(
+        self,
+        batch: DecodeBatch,
+        request: GenerateRequest,
+        prompts: Sequence[Sequence[int]],
+        *,
+        versions: Sequence[int] = (),
+    ) -> FinishedGroups:
+        from ..torch_support.finished_groups import FinishedGroups
+
+        return FinishedGroups(
+            batch,
+            request,
+            prompts,
+            tokenizer=self._tokenizer,
+            on_group=self._on_group,
+            versions=versions,
         )
 
     def _encode(self, request: GenerateRequest) -> list[list[int]]:
@@ -160,17 +268,19 @@ class TorchEngine:
         self,
         batch: DecodeBatch,
         request: GenerateRequest,
-        finished: _FinishedGroups,
+        finished: FinishedGroups,
+        logits: Tensor,
         between_steps: Callable[[], None] | None,
+        leave: Callable[[int], bool] | None = None,
     ) -> None:
-        """Draw until every row is finished, telling of groups as they are."""
+        """Draw until every row is finished or it is time to leave, telling of groups as they
+        are."""
         import torch
 
         from ..torch_support.sampling import draw, uniforms
 
         sampling = request.sampling
         uniform = torch.from_numpy(uniforms(request.seeds.reshape(-1), sampling.max_new_tokens))
-        logits = batch.prefill()
         while True:
             tokens, logprobs = draw(
                 logits,
@@ -180,7 +290,7 @@ class TorchEngine:
             )
             batch.record(tokens, logprobs)
             finished.take(version=self._version)
-            if batch.is_finished:
+            if batch.is_finished or (leave is not None and leave(batch.num_live)):
                 return
             batch.compact()
             self._between(batch, between_steps)
@@ -194,55 +304,6 @@ class TorchEngine:
         batch.use(self._module)
         if self._config.recompute_cache_on_update and self._version != before:
             batch.recompute_cache()
-
-
-class _FinishedGroups:
-    """Rollouts of the prompts that are done, made when the last one of a prompt stops."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        batch: DecodeBatch,
-        request: GenerateRequest,
-        prompts: Sequence[Sequence[int]],
-        on_group: Callable[[int, list[Rollout]], None],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._batch = batch
-        self._request = request
-        self._prompts = prompts
-        self._on_group = on_group
-        self._versions: list[int] = []
-        self.groups: list[list[Rollout]] = [[] for _ in prompts]
-
-    def take(self, *, version: int) -> None:
-        """After a token of `version` was recorded in every active row."""
-        self._versions.append(version)
-        for index in self._batch.newly_finished():
-            self.groups[index] = self._group(index)
-            self._on_group(index, self.groups[index])
-
-    def _group(self, index: int) -> list[Rollout]:
-        size = self._request.group_size
-        versions: Int32Array = np.asarray(self._versions, dtype=np.int32)
-        prompt_tokens: Int32Array = np.asarray(self._prompts[index], dtype=np.int32)
-        rows = range(index * size, (index + 1) * size)
-        group = []
-        for row, seed in zip(rows, self._request.seeds[index].tolist(), strict=True):
-            tokens, logprobs, stopped = self._batch.completion(row)
-            group.append(
-                Rollout(
-                    prompt=self._request.prompts[index],
-                    prompt_tokens=prompt_tokens,
-                    tokens=tokens,
-                    text=self._tokenizer.decode(tokens.tolist()),
-                    logprobs=logprobs,
-                    versions=versions[: tokens.size].copy(),
-                    finish="stop" if stopped else "length",
-                    seed=seed,
-                )
-            )
-        return group
 
 
 def _keep_quiet(index: int, group: list[Rollout]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...orchestrator.errors import PluginError, RunErrorCode
 from .._extras import need
+from .transformer import SLOT_MULTIPLE, CacheAccess, KeyValueCache, cache_access, write_slots
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -55,6 +56,36 @@ class PositionedCache:
     def mask(self, positions: Tensor) -> Tensor:
         """bool [B, 1, T, S]: the slots that queries at `positions` [B, T] see."""
         return (self.positions.unsqueeze(1) <= positions.unsqueeze(-1)).unsqueeze(1)
+
+
+class SlotCache:
+    """A `KeyValueCache` as transformers' models use one, for one forward pass."""
+
+    is_compileable = False
+
+    def __init__(self, slots: KeyValueCache, access: CacheAccess) -> None:
+        self._slots, self._access = slots, access
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [B, H, T, D]; those that the tokens look at."""
+        write_slots(self._slots.keys[layer], self._access, keys)
+        write_slots(self._slots.values[layer], self._access, values)
+        num_visible = self._access.num_visible
+        if not num_visible:
+            return keys, values
+        all_keys, all_values = self._slots.keys[layer], self._slots.values[layer]
+        return all_keys[:, :, :num_visible], all_values[:, :, :num_visible]
+
+    def get_seq_length(self, *_args: Any, **_kwargs: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_args: Any, **_kwargs: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
+        return self._access.num_visible or query_length, 0
 
 
 class CausalLm(nn.Module):
@@ -106,7 +137,7 @@ class CausalLm(nn.Module):
         self,
         tokens: Tensor,
         *,
-        cache: PositionedCache | None = None,
+        cache: PositionedCache | KeyValueCache | None = None,
         positions: Tensor | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
@@ -115,9 +146,13 @@ class CausalLm(nn.Module):
         See `Model.build` for cache and positions.
         """
         arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
+        if isinstance(cache, KeyValueCache):
+            access = cache_access(cache, tokens, positions)
+            arguments[self._cache_argument] = SlotCache(cache, access)
+            arguments["attention_mask"] = access.mask
         if positions is None:
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        if cache is not None:
+        if isinstance(cache, PositionedCache):
             fresh = cache.is_empty
             cache.append(positions)
             arguments[self._cache_argument] = cache.inner
@@ -143,6 +178,19 @@ class CausalLm(nn.Module):
         return PositionedCache(
             _transformers().DynamicCache(), torch.zeros((batch_size, 0), dtype=torch.int64)
         )
+
+    def new_invariant_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
+        """An empty cache whose slots, and those a token looks at, are multiples of a fixed
+        number, whatever the lengths of the rows."""
+        config = self.hf.config
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        num_slots = -(-max_length // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        sizes = (config.num_hidden_layers, batch_size, num_heads, num_slots, head_size)
+        keys, values = torch.zeros(sizes), torch.zeros(sizes)
+        return KeyValueCache(keys, values, slot_multiple=SLOT_MULTIPLE)
 
 
 def load_causal_lm(folder: Path) -> CausalLm:

@@ -39,6 +39,7 @@ class DecodeBatch:
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64)
         self._prompts, self._prompt_lengths = _right_padded(prompts)
         self._capacity = int(self._prompt_lengths.max()) + max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._rows = torch.arange(num_rows)
         self._prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)
         self._row_lengths = self._prompt_lengths[self._prompt_of]
@@ -48,7 +49,7 @@ class DecodeBatch:
         self._live_in_group = np.full(len(prompts), group_size, dtype=np.int64)
         self._next_tokens = torch.zeros(num_rows, dtype=torch.int64)
         self._cache: Any = None
-        self.num_drawn = 0
+        self._num_drawn = torch.zeros(num_rows, dtype=torch.int64)
         self.tokens = torch.zeros((num_rows, max_new_tokens), dtype=torch.int32)
         self.logprobs = torch.zeros((num_rows, max_new_tokens), dtype=torch.float32)
         self.lengths = np.full(num_rows, max_new_tokens, dtype=np.int64)
@@ -60,8 +61,18 @@ class DecodeBatch:
         return self._rows
 
     @property
+    def num_drawn(self) -> Tensor:
+        """int64 [n] how many tokens each active row has."""
+        return self._num_drawn
+
+    @property
+    def num_live(self) -> int:
+        """How many rows are not finished."""
+        return self._num_live
+
+    @property
     def is_finished(self) -> bool:
-        return self.num_drawn == self.tokens.shape[1] or not self._num_live
+        return not self._num_live
 
     def use(self, module: nn.Module) -> None:
         """Go on with another module of the same model; the cache stays."""
@@ -79,37 +90,41 @@ class DecodeBatch:
 
     def step(self) -> Tensor:
         """Logits [n, V] of the token after the one recorded last."""
-        positions = self._row_lengths + (self.num_drawn - 1)
         logits: Tensor = self._module(
-            self._next_tokens.unsqueeze(1), cache=self._cache, positions=positions.unsqueeze(1)
+            self._next_tokens.unsqueeze(1),
+            cache=self._cache,
+            positions=self._positions().unsqueeze(1),
         )
         return logits[:, 0]
 
     def record(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Append one drawn token to every active row; rows that stop leave the batch later."""
-        rows, drawn = self._rows, self.num_drawn
+        """Append one drawn token to every active row; rows that end leave the batch later."""
+        rows, drawn = self._rows, self._num_drawn
         self._next_tokens = tokens
-        self.num_drawn += 1
+        self._num_drawn = drawn + 1
         stops = torch.isin(tokens, self._stops)
+        ends = stops | (self._num_drawn >= self._max_new_tokens)
         if self._num_live < len(rows):
             live = ~self._finished
-            rows, tokens, logprobs = rows[live], tokens[live], logprobs[live]
+            rows, tokens, logprobs, drawn = rows[live], tokens[live], logprobs[live], drawn[live]
             stops &= live
+            ends &= live
         self.tokens[rows, drawn] = tokens.int()
         self.logprobs[rows, drawn] = logprobs
-        stopped_rows = self._rows[stops].numpy()
-        self.lengths[stopped_rows] = drawn + 1
-        self.stopped[stopped_rows] = True
-        self._finished |= stops
-        self._num_live -= stopped_rows.size
-        np.subtract.at(self._live_in_group, stopped_rows // self._group_size, 1)
+        self._end(ends, stops)
+
+    def _end(self, ends: Tensor, stops: Tensor) -> None:
+        """Finish the rows that `ends` bool [n] marks; those of `stops` by a stop token."""
+        ended = self._rows[ends].numpy()
+        self.lengths[ended] = self._num_drawn[ends].numpy()
+        self.stopped[self._rows[stops].numpy()] = True
+        self._finished |= ends
+        self._num_live -= ended.size
+        np.subtract.at(self._live_in_group, ended // self._group_size, 1)
 
     def newly_finished(self) -> list[int]:
         """Prompts whose last rollout is finished, each told once, in order."""
-        if self.num_drawn == self.tokens.shape[1]:
-            done = self._live_in_group >= 0
-        else:
-            done = self._live_in_group == 0
+        done = self._live_in_group == 0
         self._live_in_group[done] = -1
         return [int(index) for index in done.nonzero()[0]]
 
@@ -123,17 +138,12 @@ class DecodeBatch:
 
     def compact(self) -> None:
         """Take finished rows out of the batch when that saves more than it costs."""
-        if not 0 < self._num_live < _COMPACT_BELOW * len(self._rows):
-            return
-        live = (~self._finished).nonzero().squeeze(1)
-        self._rows, self._next_tokens = self._rows[live], self._next_tokens[live]
-        self._prompt_of, self._finished = self._prompt_of[live], self._finished[live]
-        self._row_lengths = self._row_lengths[live]
-        self._cache = self._cache.select(live)
+        if 0 < self._num_live < _COMPACT_BELOW * len(self._rows):
+            self._keep((~self._finished).nonzero().squeeze(1))
 
     def recompute_cache(self) -> None:
         """Build the cache of the active rows anew, as the module's present weights make it."""
-        num_kept = self.num_drawn - 1
+        num_kept = int(self._num_drawn.min()) - 1
         if num_kept < 0:
             return
         cache = self._module.new_cache(len(self._rows), self._capacity)  # type: ignore[operator]
@@ -144,6 +154,20 @@ class DecodeBatch:
         sequences.scatter_(1, places, self.tokens[self._rows, :num_kept].long())
         self._module(sequences, cache=cache, at=torch.zeros(1, dtype=torch.int64))
         self._cache = cache
+
+    def _positions(self) -> Tensor:
+        """int64 [n] the place of the token recorded last in its row."""
+        return self._row_lengths + self._num_drawn - 1
+
+    def _keep(self, live: Tensor) -> None:
+        """Go on with the active rows at `live` int64 alone."""
+        self._rows, self._next_tokens = self._rows[live], self._next_tokens[live]
+        self._prompt_of, self._finished = self._prompt_of[live], self._finished[live]
+        self._row_lengths, self._num_drawn = self._row_lengths[live], self._num_drawn[live]
+        self._cache = self._cache_of(live)
+
+    def _cache_of(self, places: Tensor) -> Any:
+        return self._cache.select(places)
 
 
 def _right_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

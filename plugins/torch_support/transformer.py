@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch user reads at once
 from torch import Tensor, nn
+
+SLOT_MULTIPLE: Final = 64
+"""Slots of a cache whose rows must not depend on each other's lengths: a multiple of what CPU
+kernels of attention take at once, so that slots that are masked add exact zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +49,11 @@ class KeyValueCache:
     lengths share a cache without padding marks. `keys` and `values`: float [L, B, H, S, D].
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, *, slot_multiple: int = 1) -> None:
         self.keys = keys
         self.values = values
+        self.slot_multiple = slot_multiple
+        """Tokens written at positions look at a multiple of this many slots, through a mask."""
 
     @property
     def num_slots(self) -> int:
@@ -54,7 +61,26 @@ class KeyValueCache:
 
     def select(self, rows: Tensor) -> KeyValueCache:
         """A new cache of the given rows (int64 [n]), in that order; rows may repeat."""
-        return KeyValueCache(self.keys.index_select(1, rows), self.values.index_select(1, rows))
+        return KeyValueCache(
+            self.keys.index_select(1, rows),
+            self.values.index_select(1, rows),
+            slot_multiple=self.slot_multiple,
+        )
+
+    def block(self, first: int, last: int) -> KeyValueCache:
+        """The rows `first` to `last - 1`, in the same memory."""
+        return KeyValueCache(
+            self.keys[:, first:last], self.values[:, first:last], slot_multiple=self.slot_multiple
+        )
+
+    def put(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Copy keys and values [L, H, T, D] into the first slots of a row."""
+        self.keys[:, row, :, : keys.shape[2]] = keys
+        self.values[:, row, :, : values.shape[2]] = values
+
+    def row(self, row: int, *, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Copies of a row's first keys and values, [L, H, num_slots, D] each."""
+        return self.keys[:, row, :, :num_slots].clone(), self.values[:, row, :, :num_slots].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +89,12 @@ class DecoderStep:
 
     rotation: tuple[Tensor, Tensor] | None
     """cos and signed sin [1 or B, T, 1, D], or None with learned positions."""
-    access: _Access | None
+    access: CacheAccess | None
     """How the cache is written and read, or None without one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Access:
+class CacheAccess:
     """Where a step's tokens go in the cache, and what they see of it."""
 
     start: int | None
@@ -120,8 +146,8 @@ class Attention(nn.Module):
             q, k = _rotate(q, *step.rotation), _rotate(k, *step.rotation)
         q, k, mask, is_causal = q.transpose(1, 2), k.transpose(1, 2), None, True
         if step.access is not None and keys is not None and values is not None:
-            _write(keys, step.access, k)
-            _write(values, step.access, v)
+            write_slots(keys, step.access, k)
+            write_slots(values, step.access, v)
             if num_visible := step.access.num_visible:
                 k, v = keys[:, :, :num_visible], values[:, :, :num_visible]
                 mask, is_causal = step.access.mask, False
@@ -205,7 +231,7 @@ class Decoder(nn.Module):
         Of the last layer only attention's keys and values are computed elsewhere: nothing sees
         the rest, and in training it is the share of the prompt.
         """
-        access = None if cache is None else _access(cache, tokens, positions)
+        access = None if cache is None else cache_access(cache, tokens, positions)
         if positions is None:
             places = torch.arange(tokens.shape[1])
         else:
@@ -270,9 +296,25 @@ class CausalDecoder(nn.Module):
                 f"cache length must be at most the model's max_length {shape.max_length}, "
                 f"got {max_length}"
             )
+        return self._zero_cache(batch_size, max_length)
+
+    def new_invariant_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
+        """An empty cache whose slots, and those a token looks at, are multiples of a fixed
+        number, whatever the lengths of the rows."""
+        num_slots = -(-max_length // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        return self._zero_cache(batch_size, num_slots, slot_multiple=SLOT_MULTIPLE)
+
+    def _zero_cache(
+        self, batch_size: int, max_length: int, *, slot_multiple: int = 1
+    ) -> KeyValueCache:
+        shape = self.shape
         sizes = (shape.num_layers, batch_size, shape.num_heads, max_length, shape.head_size)
         dtype = self.model.embed_tokens.weight.dtype
-        return KeyValueCache(torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
+        return KeyValueCache(
+            torch.zeros(sizes, dtype=dtype),
+            torch.zeros(sizes, dtype=dtype),
+            slot_multiple=slot_multiple,
+        )
 
 
 def build_decoder(shape: DecoderShape, *, seed: int, init_std: float | None) -> CausalDecoder:
@@ -314,18 +356,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _access(cache: KeyValueCache, tokens: Tensor, positions: Tensor | None) -> _Access:
+def cache_access(cache: KeyValueCache, tokens: Tensor, positions: Tensor | None) -> CacheAccess:
     """The access of `tokens` [B, T] at `positions`; one token at one place needs no mask."""
     if positions is None:
-        return _Access(start=0, slots=None, mask=None, num_visible=0)
+        return CacheAccess(start=0, slots=None, mask=None, num_visible=0)
     first, last = int(positions.min()), int(positions.max())
-    if tokens.shape[1] == 1 and first == last:
-        return _Access(start=first, slots=None, mask=None, num_visible=first + 1)
+    multiple = cache.slot_multiple
+    if tokens.shape[1] == 1 and first == last and multiple == 1:
+        return CacheAccess(start=first, slots=None, mask=None, num_visible=first + 1)
     num_heads, num_slots = cache.keys.shape[2:4]
     heads = torch.arange(tokens.shape[0] * num_heads).view(-1, num_heads, 1)
     slots = (heads * num_slots + positions.unsqueeze(1)).view(-1)
-    mask = torch.arange(last + 1) <= positions.unsqueeze(-1)
-    return _Access(start=None, slots=slots, mask=mask.unsqueeze(1), num_visible=last + 1)
+    num_visible = -(-(last + 1) // multiple) * multiple
+    mask = torch.arange(num_visible) <= positions.unsqueeze(-1)
+    return CacheAccess(start=None, slots=slots, mask=mask.unsqueeze(1), num_visible=num_visible)
 
 
 def _rope_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
@@ -343,7 +387,7 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
-def _write(cache: Tensor, access: _Access, new: Tensor) -> None:
+def write_slots(cache: Tensor, access: CacheAccess, new: Tensor) -> None:
     """Put `new` [B, H, T, D] into one layer's cache [B, H, S, D]."""
     if access.start is not None:
         cache.narrow(2, access.start, new.shape[2]).copy_(new)
