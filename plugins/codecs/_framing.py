@@ -14,6 +14,7 @@ import numpy.typing as npt
 import zstandard
 
 from ...storage.bits import BitArray, PolicyTensors, TensorSpec
+from ...storage.codec import Changes, History
 from ...storage.errors import ErrorCode, InputError, IntegrityError
 
 MAX_VARINT_BYTES: Final = 9
@@ -25,6 +26,16 @@ class NoHistory:
 
     def digest(self) -> str:
         return "none"
+
+
+class Stateless:
+    """The half of a codec that has to do with history, for one that keeps none."""
+
+    def start_history(self, specs: Sequence[TensorSpec]) -> History:
+        return NoHistory()
+
+    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
+        """There is nothing to bring up to date."""
 
 
 def corrupt(where: str, reason: str) -> IntegrityError:

@@ -6,7 +6,6 @@ indices, delta-encoded, downcast, absolute values, zstd level 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -15,8 +14,8 @@ from ...storage.bits import PolicyTensors, TensorSpec, uint_dtype
 from ...storage.codec import Change, Changes, EncodedDelta, History, diff
 from ._framing import (
     GAP_WIDTHS,
-    NoHistory,
     Reader,
+    Stateless,
     check_same_specs,
     compress,
     corrupt,
@@ -39,7 +38,7 @@ class CooZstdConfig:
     """Compression level, 1 (fast) to 19 (small)."""
 
 
-class CooZstdCodec:
+class CooZstdCodec(Stateless):
     """A header of counts and gap widths, then all gaps and values in one frame."""
 
     name: ClassVar[str] = "coo-zstd"
@@ -48,9 +47,6 @@ class CooZstdCodec:
 
     def __init__(self, config: CooZstdConfig | None = None) -> None:
         self._config = config or CooZstdConfig()
-
-    def start_history(self, specs: Sequence[TensorSpec]) -> History:
-        return NoHistory()
 
     def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
         check_same_specs(old, new)
@@ -81,9 +77,6 @@ class CooZstdCodec:
                 changes[spec.name] = _read_change(part, spec, count=count, width=width)
             at += size
         return changes
-
-    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
-        """Keeps no history."""
 
 
 def _read_counts(reader: Reader, spec: TensorSpec) -> tuple[int, int]:

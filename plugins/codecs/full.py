@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -10,8 +9,8 @@ from ...orchestrator.hookspecs import hookimpl
 from ...storage.bits import PolicyTensors, TensorSpec, uint_dtype
 from ...storage.codec import Change, Changes, EncodedDelta, History
 from ._framing import (
-    NoHistory,
     Reader,
+    Stateless,
     check_same_specs,
     compress,
     decompress,
@@ -32,7 +31,7 @@ class FullConfig:
     """Compression level, 1 (fast) to 19 (small)."""
 
 
-class FullCodec:
+class FullCodec(Stateless):
     """Ships all bits of all tensors; decoding needs no old values."""
 
     name: ClassVar[str] = "full"
@@ -41,9 +40,6 @@ class FullCodec:
 
     def __init__(self, config: FullConfig | None = None) -> None:
         self._config = config or FullConfig()
-
-    def start_history(self, specs: Sequence[TensorSpec]) -> History:
-        return NoHistory()
 
     def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
         check_same_specs(old, new)
@@ -67,9 +63,6 @@ class FullCodec:
                 )
         reader.finish()
         return changes
-
-    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
-        """Keeps no history."""
 
 
 def _whole(tensors: PolicyTensors, spec: TensorSpec) -> Change:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -12,8 +11,8 @@ from ...orchestrator.hookspecs import hookimpl
 from ...storage.bits import BitArray, PolicyTensors, TensorSpec, uint_dtype
 from ...storage.codec import Change, Changes, EncodedDelta, History, diff
 from ._framing import (
-    NoHistory,
     Reader,
+    Stateless,
     check_indices,
     check_same_specs,
     corrupt,
@@ -31,7 +30,7 @@ class RawConfig:
     """The `raw` codec has no options."""
 
 
-class RawCodec:
+class RawCodec(Stateless):
     """Per tensor: the number of changes, their int32 indices, their new bits.
 
     Tensors of 2**31 elements and more use int64 indices; a tensor is sent whole where that is
@@ -44,9 +43,6 @@ class RawCodec:
 
     def __init__(self, config: RawConfig | None = None) -> None:
         self._config = config or RawConfig()
-
-    def start_history(self, specs: Sequence[TensorSpec]) -> History:
-        return NoHistory()
 
     def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
         check_same_specs(old, new)
@@ -69,9 +65,6 @@ class RawCodec:
                 changes[spec.name] = _read_change(reader, spec, count, flat_bits(old, spec))
         reader.finish()
         return changes
-
-    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
-        """Keeps no history."""
 
 
 def index_dtype(num_elements: int) -> np.dtype[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -12,8 +11,8 @@ from ...orchestrator.hookspecs import hookimpl
 from ...storage.bits import PolicyTensors, TensorSpec, uint_dtype
 from ...storage.codec import Change, Changes, EncodedDelta, History, diff
 from ._framing import (
-    NoHistory,
     Reader,
+    Stateless,
     check_same_specs,
     compress,
     corrupt,
@@ -35,7 +34,7 @@ class XorZstdConfig:
     """Compression level, 1 (fast) to 19 (small)."""
 
 
-class XorZstdCodec:
+class XorZstdCodec(Stateless):
     """Per tensor: the length of its frame, zero when nothing changed, and the frame."""
 
     name: ClassVar[str] = "xor-zstd"
@@ -44,9 +43,6 @@ class XorZstdCodec:
 
     def __init__(self, config: XorZstdConfig | None = None) -> None:
         self._config = config or XorZstdConfig()
-
-    def start_history(self, specs: Sequence[TensorSpec]) -> History:
-        return NoHistory()
 
     def encode(self, old: PolicyTensors, new: PolicyTensors, *, history: History) -> EncodedDelta:
         check_same_specs(old, new)
@@ -70,9 +66,6 @@ class XorZstdCodec:
                 changes[spec.name] = _read_change(frame, spec, old)
         reader.finish()
         return changes
-
-    def advance(self, history: History, old: PolicyTensors, changes: Changes) -> None:
-        """Keeps no history."""
 
 
 def _read_change(frame: memoryview, spec: TensorSpec, old: PolicyTensors) -> Change:
