@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .direct_transport import RunOffering
 from .errors import ConfigError, RunErrorCode
 from .interfaces import Trainer
 from .plugin_manager import Plugins
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class BranchPublishing:
     """How a run publishes to its branch, or holds it, where it does not train.
 
-    `faults` is as for `storage.Publisher`.
+    `faults` is as for `storage.Publisher`. `offer` gives what workers take versions from directly,
+    if they do.
     """
 
     repository: PolicyRepository
@@ -36,6 +38,7 @@ class BranchPublishing:
     trains: bool
     codecs: Mapping[str, DeltaCodec]
     faults: Callable[[str], None] | None
+    offer: Callable[[], RunOffering | None]
 
     @contextmanager
     def opened(self, *, resume: bool) -> Iterator[Publisher]:
@@ -43,6 +46,7 @@ class BranchPublishing:
         from ..storage.publisher import Publisher
 
         (publish,) = self.pipeline.by_role("publish")
+        offering = self.offer()
         make = Publisher.resume if resume else Publisher
         publisher = make(
             self.repository,
@@ -55,6 +59,7 @@ class BranchPublishing:
             select_anchor=self.plugins.hook.select_anchor,
             codecs=self.codecs,
             faults=self.faults,
+            offers=offering.offers if offering is not None else None,
         )
         with publisher:
             yield publisher
@@ -77,6 +82,13 @@ class BranchPublishing:
         from ..storage.sharded_publisher import ShardCoordinator
 
         (publish,) = self.pipeline.by_role("publish")
+        if publish.options.transport == "direct":
+            raise ConfigError(
+                f"{publish.name}.transport: the trainer's ranks publish their own shares, which "
+                "cannot be taken directly.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Set it to store, or train on one rank.",
+            )
         if publish.options.fold_every:
             raise ConfigError(
                 f"{publish.name}.fold_every: the trainer's ranks publish their own shares, of "

@@ -52,6 +52,7 @@ class RunErrorCode(StrEnum):
     FILE_EXISTS = "file-exists"
     RANK_LOST = "rank-lost"
     GUARD_PAUSED = "guard-paused"
+    NO_TRANSPORT = "no-transport"
 
 
 class OrchestratorError(DeltaloomError):

@@ -17,7 +17,8 @@ from .task_state import TaskId
 class WorkerBootstrap:
     """All a worker process needs to rebuild plugins and pipeline by itself. JSON values only.
 
-    Paths are absolute. `overlay` is the merged `--config` and `--set` tree.
+    Paths are absolute. `overlay` is the merged `--config` and `--set` tree. `offering` says where
+    versions are to be had directly, with the run's token; empty: only from the store.
     """
 
     pipeline_path: str
@@ -27,6 +28,7 @@ class WorkerBootstrap:
     branch: str
     run_dir: str
     num_threads: int
+    offering: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,8 @@ ExecutorEvent = TaskResult | TaskPart | TaskFault | WorkerEvent
 class Executor(Protocol):
     """Built as `Executor(config, num_workers=, bootstrap=)`.
 
-    One whose class says `delivers_parts = True` passes on the parts of tasks that ask for it.
+    One whose class says `delivers_parts = True` passes on the parts of tasks that ask for it; one
+    that says `on_this_host = True` has all of its workers on the driver's machine.
     """
 
     name: ClassVar[str]

@@ -248,6 +248,13 @@ class PublishOptions:
     that join late, stored where it is smaller than they are; 0 for none."""
     state_every: int = 10
     """Versions between copies of the trainer's state; those between are rebuilt by replay."""
+    transport: Literal["store", "direct"] = "store"
+    """How versions reach workers: through the store, or directly from the process that publishes
+    them, with the store for whatever cannot be had so. Every version is committed either way, and
+    the run is the same, bit for bit."""
+    direct_host: str = ""
+    """With `transport="direct"`: name or address by which workers reach the trainer's machine;
+    empty for the one that it finds by itself."""
     timeout_seconds: float = 600.0
     """Longest one commit may take."""
 

@@ -93,6 +93,7 @@ def make_plan(
     _check_late_options(pipeline)
     _check_engines(pipeline)
     _check_judging(pipeline)
+    _check_transport(pipeline)
     fusion = plan_fusion(pipeline, plugins)
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
     chains = check_chains(graph, fusion.chains, selected)
@@ -243,6 +244,18 @@ def _check_judging(pipeline: ResolvedPipeline) -> None:
         )
 
 
+def _check_transport(pipeline: ResolvedPipeline) -> None:
+    """Refuse to offer versions that nobody takes. Raises `ConfigError`."""
+    for node in pipeline.by_role("publish"):
+        if node.options.transport == "direct" and not pipeline.by_role("rollout"):
+            raise ConfigError(
+                f'{node.name}.transport="direct" is of no use without a rollout node: no worker '
+                "takes versions.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Leave it out.",
+            )
+
+
 def _needs_policy(graph: Graph, chains: Sequence[Sequence[str]], name: str) -> bool:
     """Whether a task of the node, or of one that runs in it, works at a policy version."""
     members = next((chain for chain in chains if chain[0] == name), (name,))
@@ -347,6 +360,7 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             return (
                 f"one commit a step; anchor every {options.anchor_every}, trainer state every "
                 f"{options.state_every} versions"
+                + ("; workers take versions directly" if options.transport == "direct" else "")
             )
 
 

@@ -30,6 +30,8 @@ _OPERATIONAL: Final = (
     "weights_cache",
 )
 """Options of the pipeline that no result depends on."""
+_TRANSPORT: Final = ("transport", "direct_host")
+"""Such options of publish nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,9 @@ class ResolvedPipeline:
         plain = {key: dict(value) for key, value in self.config.items()}
         for key in _OPERATIONAL:
             plain["pipeline"].pop(key, None)
+        for node in self.by_role("publish"):
+            for key in _TRANSPORT:
+                plain[node.name].pop(key, None)
         evaluations = (node.name for node in self.by_role("evaluate"))
         for section in ("trackers", "executor", "fusion", "guard", *evaluations):
             plain.pop(section, None)

@@ -20,6 +20,7 @@ from .branch_publishing import BranchPublishing
 from .branching import acted_on, pause_entry
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
+from .direct_transport import RunOffering, offering_of
 from .driver import Driver
 from .errors import RunErrorCode, RunInterruptedError, RunPausedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
@@ -125,10 +126,12 @@ class Session:
             trains=prepared.plan.template.trains,
             codecs=self._codecs,
             faults=faults,
+            offer=self._offer,
         )
         self._vetoed = _vetoed(prepared.pipeline, repository)
         self._started = time.monotonic()
         self._executor: Executor | None = None
+        self._offering: RunOffering | None = None
         self._judging: Judging | None = None
         self.halt: Halt | None = None
         """The finding that ended the run before its last step, and that is to be rolled back."""
@@ -460,17 +463,30 @@ class Session:
             return {}
         return {"slice": slice_summary(self._run_dir.outputs, template.outputs)}
 
+    def _offer(self) -> RunOffering | None:
+        """What workers may take without the store, if anything; made by the first call."""
+        if self._offering is None:
+            branch = self._prepared.manifest.branch
+            self._offering = offering_of(self._repository, self._pipeline, branch=branch)
+        return self._offering
+
     def _dismiss_workers(self) -> list[Mapping[str, Any]]:
-        """Close the executor, if it was started; returns what its workers did last."""
-        if self._executor is None:
-            return []
+        """Close the executor, if it was started, and what was offered to its workers; returns
+        what they did last."""
         executor, self._executor = self._executor, None
-        workers = executor.workers()
-        executor.close()
+        offering, self._offering = self._offering, None
+        try:
+            workers = executor.workers() if executor is not None else []
+            if executor is not None:
+                executor.close()
+        finally:
+            if offering is not None:
+                offering.close()
         return workers
 
     def _make_executor(self) -> Executor:
         options, manifest = self._pipeline.options, self._prepared.manifest
+        offering = self._offer()
         executor: Executor = self._pipeline.executor.create(
             num_workers=options.workers,
             bootstrap=WorkerBootstrap(
@@ -481,6 +497,7 @@ class Session:
                 branch=manifest.branch,
                 run_dir=str(self._run_dir.path),
                 num_threads=options.worker_threads,
+                offering=offering.to_json() if offering is not None else {},
             ),
         )
         return executor

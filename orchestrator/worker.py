@@ -1,7 +1,7 @@
 """What a worker does with a task, whatever executor brought it: run the node, pack the result.
 
 A worker rebuilds plugins and pipeline from the bootstrap alone, keeps one engine, and gets its
-weights from the store.
+weights from the store, or directly from the process that publishes them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..storage.errors import InputError
+from .direct_transport import source_of
 from .errors import PluginError, RunErrorCode, TaskError, boundary
 from .executor import TaskSpec, WorkerBootstrap
 from .interfaces import Engine, GenerateRequest, Inference, Model, Tokenizer
@@ -173,6 +174,7 @@ class TaskRunner:
             return rollouts, {
                 "generate_seconds": time.monotonic() - started,
                 **arrival.metrics(),
+                **weights.transport_counts(),
             }
         arrival = weights.ensure_newest(spec.version, snapshot_id=spec.snapshot_id)
         started = time.monotonic()
@@ -188,6 +190,7 @@ class TaskRunner:
             **arrival.metrics(),
             "in_flight_updates": float(follower.num_updates),
             "in_flight_pause_seconds": follower.pause_seconds,
+            **weights.transport_counts(),
         }
 
     def _score(
@@ -225,7 +228,8 @@ class TaskRunner:
             with boundary(PluginError, f"inference {inference.name!r}, group {group.id}"):
                 columns = inference.infer(group)
             groups.append(replace(group, extras={**group.extras, **columns}))
-        return NodeOutput(items=groups, metrics=arrival.metrics() if arrival else {})
+        metrics = arrival.metrics() | weights.transport_counts() if arrival and weights else {}
+        return NodeOutput(items=groups, metrics=metrics)
 
     def _evaluate(
         self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
@@ -309,6 +313,7 @@ class TaskRunner:
             codecs=self._plugins.components["codec"],
             transfer=transfer_options(options, cache=options.weights_cache),
             double_buffered=double_buffered,
+            source=source_of(self._bootstrap.offering),
         )
 
 

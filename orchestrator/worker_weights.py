@@ -1,8 +1,9 @@
-"""A worker's weights: what holds them is kept at the version a task asks for, from the store
-alone."""
+"""A worker's weights: what holds them is kept at the version a task asks for, from the store or
+directly from who published it."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ..storage.errors import ErrorCode, SequenceError
 from ..storage.repository import PolicyRepository
 from ..storage.subscriber import StagedVersion, Subscriber
 from ..storage.transfer import TransferOptions
+from ..storage.weight_source import VersionSource
 from .in_flight import HeadFollower
 from .interfaces import PreparesWeights, WeightUpdate
 from .options import PipelineOptions
@@ -65,15 +67,18 @@ class WorkerWeights(Generic[T]):
         codecs: Mapping[str, type[Any]],
         transfer: TransferOptions | None = None,
         double_buffered: bool = False,
+        source: VersionSource | None = None,
     ) -> None:
         """`double_buffered`: versions are written beside the ones in use, by a holder that
-        `PreparesWeights`."""
+        `PreparesWeights`. `source` is asked for versions before the store."""
         self.holder = holder
         self._store_url = store_url
         self._branch = branch
         self._codecs = codec_lookup(codecs)
         self._transfer = transfer
         self._double_buffered = double_buffered
+        self._source = source
+        self._num_direct = self._num_fallbacks = 0
         self._repository: PolicyRepository | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
@@ -101,6 +106,21 @@ class WorkerWeights(Generic[T]):
         found = self._opened().info(version, branch=self._branch).snapshot_id
         self._check_snapshot(version, found=found, expected=snapshot_id)
         return self._arrive(subscriber.stage(minimum=version), started=started)
+
+    def transport_counts(self) -> dict[str, float]:
+        """Since the last call: versions had directly, and those that were not and came from the
+        store. Empty where there is only the store."""
+        if self._source is None:
+            return {}
+        fallbacks = self._subscriber.num_fallbacks if self._subscriber else 0
+        counts = {
+            "direct_versions": float(self._num_direct),
+            "direct_fallbacks": float(fallbacks - self._num_fallbacks),
+        }
+        self._num_direct, self._num_fallbacks = 0, fallbacks
+        if counts["direct_fallbacks"] and self._subscriber:
+            print(self._subscriber.last_fallback, file=sys.stderr, flush=True)
+        return counts
 
     def in_flight(self) -> HeadFollower:
         """A context in which newer versions are staged, and activated when it is told to."""
@@ -140,6 +160,7 @@ class WorkerWeights(Generic[T]):
             )
         )
         self._snapshot_id = activation.snapshot_id
+        self._num_direct += staged.direct
         return time.monotonic() - paused
 
     def _check_snapshot(self, version: int, *, found: str, expected: str) -> None:
@@ -164,5 +185,6 @@ class WorkerWeights(Generic[T]):
                 codecs=self._codecs,
                 branch=self._branch,
                 double_buffered=self._double_buffered,
+                source=self._source,
             )
         return self._subscriber

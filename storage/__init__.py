@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .graph import log_graph
     from .leases import Lease
     from .notes import NoteInfo, find_note, list_notes, read_note, write_note
+    from .offers import Address, Offers
     from .packing import pack, unpack
     from .publisher import Publisher
     from .records import CommitInfo, VersionRef
@@ -25,14 +26,19 @@ if TYPE_CHECKING:
     from .subscriber import Activation, StagedVersion, Subscriber
     from .transfer import TransferCounts, TransferOptions
     from .verify import VerifyReport
+    from .weight_server import WeightServer
+    from .weight_source import DirectSource
 
 _MODULES = {
     "Activation": "subscriber",
+    "Address": "offers",
     "CodecLookup": "chain",
     "CommitInfo": "records",
+    "DirectSource": "weight_source",
     "GcReport": "retention",
     "Lease": "leases",
     "NoteInfo": "notes",
+    "Offers": "offers",
     "PolicyRepository": "repository",
     "PolicyTensors": "bits",
     "Publisher": "publisher",
@@ -46,6 +52,7 @@ _MODULES = {
     "TransferOptions": "transfer",
     "VerifyReport": "verify",
     "VersionRef": "records",
+    "WeightServer": "weight_server",
     "describe_plan": "sharding",
     "export_safetensors": "export",
     "find_note": "notes",
@@ -65,11 +72,14 @@ _MODULES = {
 
 __all__ = [
     "Activation",
+    "Address",
     "CodecLookup",
     "CommitInfo",
+    "DirectSource",
     "GcReport",
     "Lease",
     "NoteInfo",
+    "Offers",
     "PolicyRepository",
     "PolicyTensors",
     "Publisher",
@@ -83,6 +93,7 @@ __all__ = [
     "TransferOptions",
     "VerifyReport",
     "VersionRef",
+    "WeightServer",
     "describe_plan",
     "export_safetensors",
     "find_note",

@@ -144,8 +144,22 @@ def check_target(folded: Folded, info: CommitInfo, *, shares: Shares | None = No
     `shares` are those the version was published in, if its tensors are cut. Raises
     `IntegrityError` (DIGEST_MISMATCH) naming the first tensor that differs.
     """
-    specs = folded.tensors.specs
-    found = {spec.name: _target_digest(folded, spec, shares) for spec in specs}
+    found = {s.name: _target_digest(folded, s, shares) for s in folded.tensors.specs}
+    _check_digests(folded.tensors.specs, found, info)
+
+
+def check_tensors(tensors: PolicyTensors, info: CommitInfo) -> None:
+    """Compare whole tensors with the committed digests of a version whose tensors are not cut.
+
+    Raises `IntegrityError` (DIGEST_MISMATCH) naming the first tensor that differs.
+    """
+    found = {spec.name: tensor_digest(tensors.bits[spec.name]) for spec in tensors.specs}
+    _check_digests(tensors.specs, found, info)
+
+
+def _check_digests(
+    specs: tuple[TensorSpec, ...], found: Mapping[str, str], info: CommitInfo
+) -> None:
     if state_digest(specs, found) == info.state_digest:
         return
     expected = info.tensor_digests

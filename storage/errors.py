@@ -41,6 +41,8 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_DTYPE = "unsupported-dtype"
     OBJECT_MISSING = "object-missing"
     NOTE_NOT_FOUND = "note-not-found"
+    DIRECT_UNAVAILABLE = "direct-unavailable"
+    NOT_OFFERED = "not-offered"
 
 
 class DeltaloomError(Exception):

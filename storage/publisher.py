@@ -29,6 +29,7 @@ from .drafting import (
 )
 from .errors import ConflictError, ErrorCode, InputError
 from .folds import FoldInfo, drop_fold, write_fold
+from .offers import Offer, Offers
 from .opening import DEFAULT_BRANCH
 from .packing import Arrays, Values, from_plain, to_plain
 from .rebuild import read_anchor, rebuild
@@ -62,6 +63,7 @@ class _Staged:
     content: VersionContent
     tensors: PolicyTensors
     changes: Changes | None
+    payload: bytes | None
 
 
 class Publisher(BranchWriter):
@@ -80,6 +82,7 @@ class Publisher(BranchWriter):
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
+        offers: Offers | None = None,
     ) -> None:
         """Takes the branch; its head, if it has one, is loaded by the first publish.
 
@@ -88,7 +91,8 @@ class Publisher(BranchWriter):
         none. It takes a copy of the anchor's tensors in memory. `codecs` are needed to rebuild a
         head written with another codec. `faults` is called
         with "encoded", "staged", "written" and "committed" as a publish passes them; what it
-        raises ends the publish there. Raises `ConflictError` (WRITER_FENCED).
+        raises ends the publish there. `offers` are given each version once it is committed, and
+        the tensors of anchors, which stay in memory. Raises `ConflictError` (WRITER_FENCED).
         """
         if fold_every < 0:
             raise InputError(
@@ -108,6 +112,7 @@ class Publisher(BranchWriter):
         self._fold_every = fold_every
         self._fold: FoldInfo | None = None
         self._faults = faults if faults is not None else _no_fault
+        self._offers = offers
         self._baseline: _Baseline | None = None
 
     @classmethod
@@ -124,6 +129,7 @@ class Publisher(BranchWriter):
         select_anchor: SelectAnchor | None = None,
         codecs: CodecLookup | None = None,
         faults: Callable[[str], None] | None = None,
+        offers: Offers | None = None,
     ) -> Self:
         """A publisher whose baseline and history are rebuilt from the branch's head, verified.
 
@@ -140,6 +146,7 @@ class Publisher(BranchWriter):
             select_anchor=select_anchor,
             codecs=codecs,
             faults=faults,
+            offers=offers,
         )
         try:
             publisher._baseline = publisher._rebuild(repository.head(branch))
@@ -202,6 +209,7 @@ class Publisher(BranchWriter):
         self._faults("encoded")
         info = self._commit(staged.content)
         self._faults("committed")
+        self._offer(staged, info)
         self._advance(staged, info)
         if self._fold_every and (version - info.anchor_version) % self._fold_every == 0:
             self._write_fold()
@@ -273,15 +281,17 @@ class Publisher(BranchWriter):
 
     def _stage(self, request: _Request, baseline: _Baseline | None) -> _Staged:
         delta: DeltaInfo | None = None
-        payload: PackedGroup | None = None
+        packed: PackedGroup | None = None
+        payload: bytes | None = None
         changes: Changes | None = None
         if baseline is not None and baseline.tensors.specs == request.tensors.specs:
             state = baseline.state
             encoded = state.codec.encode(baseline.tensors, request.tensors, history=state.history)
-            changes, payload = encoded.changes, pack_payload(encoded.payload)
+            changes, payload = encoded.changes, encoded.payload
+            packed = pack_payload(payload)
             delta = DeltaInfo(
-                payload_bytes=len(encoded.payload),
-                payload_digest=payload.digest,
+                payload_bytes=len(payload),
+                payload_digest=packed.digest,
                 base_digest=baseline.info.state_digest,
                 history_digest=state.history.digest(),
             )
@@ -291,12 +301,12 @@ class Publisher(BranchWriter):
             specs=draft.specs,
             digests=request.digests,
             anchor=request.tensors if draft.is_anchor else None,
-            delta=payload,
+            delta=packed,
             tables=request.extras.tables,
             state=request.extras.state,
             stale_groups=stale_groups(draft.parent, tables=request.extras.tables, delta=delta),
         )
-        return _Staged(content=content, tensors=request.tensors, changes=changes)
+        return _Staged(content=content, tensors=request.tensors, changes=changes, payload=payload)
 
     def _draft(
         self,
@@ -362,6 +372,11 @@ class Publisher(BranchWriter):
         if head is None or record_to_text(head.record) != record_to_text(content.record):
             return None
         return head
+
+    def _offer(self, staged: _Staged, info: CommitInfo) -> None:
+        if self._offers is not None:
+            anchor = staged.tensors if info.is_anchor else None
+            self._offers.add(Offer(info=info, payload=staged.payload), anchor=anchor)
 
     def _advance(self, staged: _Staged, info: CommitInfo) -> None:
         baseline, self._baseline = self._baseline, None

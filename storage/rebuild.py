@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import zarr
 
 from .bits import BitArray, PolicyTensors, TensorSpec
-from .chain import CodecLookup, CodecState, Link, check_link, check_target, fold
+from .chain import (
+    CodecLookup,
+    CodecState,
+    Link,
+    check_link,
+    check_target,
+    check_tensors,
+    fold,
+)
 from .drafting import delta_groups
 from .errors import ErrorCode, IntegrityError, SequenceError, StorageError
 from .folds import find_fold, list_folds
@@ -231,6 +239,22 @@ def open_anchor(
     return specs, AnchorReader(root=root, digests=digests, cut=cut, where=where)
 
 
+def followed(
+    anchor: PolicyTensors, links: Sequence[Link], info: CommitInfo, codecs: CodecLookup
+) -> Rebuilt:
+    """The version at the end of a chain, made in the anchor's arrays and verified.
+
+    Raises as `chain.fold` and `chain.check_target`.
+    """
+    if not links:
+        check_tensors(anchor, info)
+        return Rebuilt(tensors=anchor, state=None, num_bytes=anchor.num_bytes)
+    fetched = anchor.num_bytes + sum(link.num_bytes for link in links)
+    folded = fold(anchor, links, state=None, codecs=codecs, owned=True)
+    check_target(folded, info, shares=links[-1].shares)
+    return Rebuilt(tensors=folded.tensors, state=folded.state, num_bytes=fetched)
+
+
 def _anchors(repository: PolicyRepository, info: CommitInfo) -> Iterator[tuple[int, CommitInfo]]:
     """Anchors at or before a version, newest first, each with a version whose tree has it."""
     yield info.anchor_version, info
@@ -256,23 +280,13 @@ def _rebuild_from(
         return Rebuilt(tensors=tensors, state=None, num_bytes=tensors.num_bytes)
     links = load_links(repository, infos, base_digest=digest, with_folds=True)
     try:
-        return _followed(tensors, links, info, codecs)
+        return followed(tensors, links, info, codecs)
     except (IntegrityError, SequenceError):
         if all(link.carried is None for link in links):
             raise
     tensors = read_anchor(repository, source, version=anchor_version, state_digest=digest)
     links = load_links(repository, infos, base_digest=digest)
-    return _followed(tensors, links, info, codecs)
-
-
-def _followed(
-    anchor: PolicyTensors, links: Sequence[Link], info: CommitInfo, codecs: CodecLookup
-) -> Rebuilt:
-    """The version at the end of a chain, made in the anchor's arrays and verified."""
-    fetched = anchor.num_bytes + sum(link.num_bytes for link in links)
-    folded = fold(anchor, links, state=None, codecs=codecs, owned=True)
-    check_target(folded, info, shares=links[-1].shares)
-    return Rebuilt(tensors=folded.tensors, state=folded.state, num_bytes=fetched)
+    return followed(tensors, links, info, codecs)
 
 
 def _state_digest_before(infos: Sequence[CommitInfo]) -> str:

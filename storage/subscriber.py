@@ -15,12 +15,14 @@ from typing import Literal
 from .bits import PolicyTensors
 from .chain import CodecLookup, CodecState, Link, check_target, fold, total_changes
 from .codec import Changes, apply_changes
-from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
+from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError, StorageError
+from .offers import Wanted
 from .opening import DEFAULT_BRANCH
-from .rebuild import links_since, load_links, rebuild
+from .rebuild import Rebuilt, followed, links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
 from .repository import PolicyRepository
 from .spare import SpareCopy
+from .weight_source import Fetched, VersionSource
 
 Source = Literal["none", "delta", "anchor"]
 
@@ -31,7 +33,7 @@ class StagedVersion:
 
     `source` says how it was made: "none" (already active), "delta" (one or more deltas, folded
     into `changes`) or "anchor" (`tensors` whole, `changes` None). `num_bytes` is what was
-    fetched for it.
+    fetched for it, `direct` whether that was from the subscriber's source and not the store.
     """
 
     info: CommitInfo
@@ -41,6 +43,7 @@ class StagedVersion:
     num_bytes: int
     tensors: PolicyTensors | None = field(repr=False)
     state: CodecState | None = field(repr=False)
+    direct: bool = False
 
     @property
     def version(self) -> int:
@@ -72,6 +75,7 @@ class Subscriber:
         branch: str = DEFAULT_BRANCH,
         visibility_seconds: float | None = None,
         double_buffered: bool = False,
+        source: VersionSource | None = None,
     ) -> None:
         """`visibility_seconds`: how long an object of a committed version may take to appear
         before it counts as lost; None means 5 s over a network and 0 otherwise.
@@ -90,6 +94,9 @@ class Subscriber:
         self._tensors: PolicyTensors | None = None
         self._state: CodecState | None = None
         self._num_heals = 0
+        self._source = source
+        self._num_fallbacks = 0
+        self._last_fallback = ""
         self._spare = SpareCopy() if double_buffered else None
 
     @property
@@ -112,12 +119,26 @@ class Subscriber:
         """How often a broken chain or a damaged copy was replaced from an anchor."""
         return self._num_heals
 
+    @property
+    def num_fallbacks(self) -> int:
+        """How often a version had to come from the store because the source did not give it."""
+        return self._num_fallbacks
+
+    @property
+    def last_fallback(self) -> str:
+        """Why the source did not give a version, the last time; empty if it always did."""
+        return self._last_fallback
+
     def follow(self, branch: str) -> None:
         """Follow another branch from now on; the active copy stays until the next activation."""
         self._branch = branch
 
     def head(self) -> int:
         """The newest published version. Raises `NotFoundError` if there is none yet."""
+        if self._source is not None:
+            found = self._source.head(store=self._repository.identity, branch=self._branch)
+            if found is not None:
+                return found
         return self._repository.head(self._branch).version
 
     def wait_for(
@@ -148,6 +169,9 @@ class Subscriber:
         is not there yet or a head below `minimum` (retryable), otherwise `SequenceError` or
         `IntegrityError` when nothing verifiable can be had.
         """
+        offered = self._stage_offered(version, minimum)
+        if offered is not None:
+            return self._prepared(offered)
         target = self._target(version, minimum)
         try:
             return self._prepared(self._once_visible(target))
@@ -223,6 +247,47 @@ class Subscriber:
         if self._spare is not None:
             self._spare.forget()
 
+    def _stage_offered(self, version: int | None, minimum: int | None) -> StagedVersion | None:
+        """A version as the source gives it; None if it does not, or gives anything else."""
+        if self._source is None:
+            return None
+        wanted = Wanted(
+            store=self._repository.identity,
+            branch=self._branch,
+            version=version,
+            minimum=minimum or 0,
+            base=self._active.snapshot_id if self._active else "",
+        )
+        try:
+            return self._taken(self._fetch(self._source, wanted))
+        except StorageError as error:
+            self._num_fallbacks += 1
+            self._last_fallback = str(error)
+            return None
+
+    def _fetch(self, source: VersionSource, wanted: Wanted) -> Fetched:
+        return source.fetch(
+            wanted,
+            base=self._active,
+            specs=self._tensors.specs if self._tensors else (),
+            load_digests=lambda snapshot_id: self._repository.info(snapshot_id).tensor_digests,
+        )
+
+    def _taken(self, fetched: Fetched) -> StagedVersion:
+        """A version staged from what its publisher gave. Raises `StorageError`."""
+        target, links = fetched.target, list(fetched.links)
+        if fetched.anchor is not None:
+            whole = followed(fetched.anchor, links, target, self._codecs)
+            return self._staged_whole(target, whole, direct=True)
+        if links:
+            return self._follow_links(target, self._held_tensors(), links, direct=True)
+        if self._active is None or self._active.snapshot_id != target.snapshot_id:
+            raise SequenceError(
+                f"nothing was given that leads to version {target.version}.",
+                code=ErrorCode.MISSING_LINK,
+            )
+        return self._staged(target, source="none", changes={}, num_bytes=0, direct=True)
+
     def _once_visible(self, target: CommitInfo) -> StagedVersion:
         """Stage by the cheaper way, trying again while objects have not appeared yet."""
         deadline = time.monotonic() + self._visibility_seconds
@@ -262,7 +327,12 @@ class Subscriber:
         return self._follow_links(target, tensors, links)
 
     def _follow_links(
-        self, target: CommitInfo, tensors: PolicyTensors, links: list[Link]
+        self,
+        target: CommitInfo,
+        tensors: PolicyTensors,
+        links: list[Link],
+        *,
+        direct: bool = False,
     ) -> StagedVersion:
         folded = fold(tensors, links, state=self._state, codecs=self._codecs)
         check_target(folded, target, shares=links[-1].shares)
@@ -272,17 +342,23 @@ class Subscriber:
             changes=total_changes(folded),
             num_bytes=sum(link.num_bytes for link in links),
             state=folded.state,
+            direct=direct,
         )
 
     def _stage_anchor(self, target: CommitInfo) -> StagedVersion:
-        rebuilt = rebuild(self._repository, target, self._codecs)
+        return self._staged_whole(target, rebuild(self._repository, target, self._codecs))
+
+    def _staged_whole(
+        self, target: CommitInfo, whole: Rebuilt, *, direct: bool = False
+    ) -> StagedVersion:
         return self._staged(
             target,
             source="anchor",
             changes=None,
-            num_bytes=rebuilt.num_bytes,
-            tensors=rebuilt.tensors,
-            state=rebuilt.state,
+            num_bytes=whole.num_bytes,
+            tensors=whole.tensors,
+            state=whole.state,
+            direct=direct,
         )
 
     def _staged(
@@ -294,6 +370,7 @@ class Subscriber:
         num_bytes: int,
         tensors: PolicyTensors | None = None,
         state: CodecState | None = None,
+        direct: bool = False,
     ) -> StagedVersion:
         return StagedVersion(
             info=info,
@@ -303,6 +380,7 @@ class Subscriber:
             num_bytes=num_bytes,
             tensors=tensors,
             state=state,
+            direct=direct,
         )
 
     def _target(self, version: int | None, minimum: int | None) -> CommitInfo:

@@ -99,6 +99,7 @@ class LocalExecutor:
     name: ClassVar[str] = "local"
     Config: ClassVar[type[Any]] = LocalConfig
     delivers_parts: ClassVar[bool] = True
+    on_this_host: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,0 +1,193 @@
+"""The connection between one who offers weights and one who takes them: framed and authenticated.
+
+    server   magic, nonce                       32 bytes each, but for the magic's 8
+    client   nonce, proof                       keyed digest of both nonces
+    server   proof
+
+    frame    u32 header bytes H, u64 body bytes B
+    H        header: JSON, with the sizes of the body's parts under "parts"
+    32       code of what came before, keyed, with the number of the frame
+    B        body: the parts, one after another
+    32       code of the body, if there is one
+
+Integers are little-endian; proofs and codes are blake2b. Both sides prove that they know the
+token before anything else is said, and nothing is believed before its code was compared. What is
+sent can be read by whoever sees the network. Every wait has an end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import BackendError, ErrorCode
+
+MAGIC: Final = b"DELTWT01"
+TOKEN_BYTES: Final = 32
+MAX_HEADER_BYTES: Final = 64 << 20
+STRETCH_BYTES: Final = 4 << 20
+"""What has to be moved within one timeout: the least rate at which a connection is kept."""
+_CODE_BYTES: Final = 32
+_PREFIX: Final = struct.Struct("<IQ")
+_NUMBER: Final = struct.Struct("<Q")
+
+Part = bytes | memoryview | npt.NDArray[Any]
+Parts = list[npt.NDArray[np.uint8]]
+
+
+class Wire:
+    """One end of a connection after both sides proved themselves. Not for several threads."""
+
+    def __init__(
+        self, link: socket.socket, *, send_key: bytes, receive_key: bytes, timeout_seconds: float
+    ) -> None:
+        self._link = link
+        self._send_key, self._receive_key = send_key, receive_key
+        self._timeout_seconds = timeout_seconds
+        self._num_sent = self._num_received = 0
+
+    @classmethod
+    def offered(cls, link: socket.socket, *, token: bytes, timeout_seconds: float) -> Self:
+        """The server's end. Raises `BackendError` for a client without the token."""
+        own = os.urandom(_CODE_BYTES)
+        _send(link, MAGIC + own, timeout_seconds)
+        found = _read(link, 2 * _CODE_BYTES, timeout_seconds)
+        other, proof = found[:_CODE_BYTES], found[_CODE_BYTES:]
+        if not hmac.compare_digest(proof, _code(token, b"client", own, other)):
+            raise failed("the other side does not know the token")
+        _send(link, _code(token, b"server", own, other), timeout_seconds)
+        keys = [_code(token, name, own, other) for name in (b"to client", b"to server")]
+        return cls(link, send_key=keys[0], receive_key=keys[1], timeout_seconds=timeout_seconds)
+
+    @classmethod
+    def taken(cls, link: socket.socket, *, token: bytes, timeout_seconds: float) -> Self:
+        """The client's end. Raises `BackendError` for anything but a server with the token."""
+        greeting = _read(link, len(MAGIC) + _CODE_BYTES, timeout_seconds)
+        if greeting[: len(MAGIC)] != MAGIC:
+            raise failed("the other side offers no weights")
+        other, own = greeting[len(MAGIC) :], os.urandom(_CODE_BYTES)
+        _send(link, own + _code(token, b"client", other, own), timeout_seconds)
+        proof = _read(link, _CODE_BYTES, timeout_seconds)
+        if not hmac.compare_digest(proof, _code(token, b"server", other, own)):
+            raise failed("the other side does not know the token")
+        keys = [_code(token, name, other, own) for name in (b"to server", b"to client")]
+        return cls(link, send_key=keys[0], receive_key=keys[1], timeout_seconds=timeout_seconds)
+
+    def send(self, header: Mapping[str, Any], parts: Sequence[Part] = ()) -> None:
+        """Send one frame. Raises `BackendError` if the other side does not take it in time."""
+        views = [_bytes_of(part) for part in parts]
+        text = json.dumps({**header, "parts": [view.nbytes for view in views]}).encode()
+        start = _PREFIX.pack(len(text), sum(view.nbytes for view in views)) + text
+        number = _NUMBER.pack(self._num_sent)
+        self._num_sent += 1
+        _send(self._link, start + _code(self._send_key, number, start), self._timeout_seconds)
+        code = hashlib.blake2b(number, key=self._send_key, digest_size=_CODE_BYTES)
+        for view in views:
+            for first in range(0, view.nbytes, STRETCH_BYTES):
+                stretch = view[first : first + STRETCH_BYTES]
+                code.update(stretch)
+                _send(self._link, stretch, self._timeout_seconds)
+        if views:
+            _send(self._link, code.digest(), self._timeout_seconds)
+
+    def receive(self, *, idle_seconds: float | None = None) -> tuple[dict[str, Any], Parts]:
+        """The next frame, whose start may take `idle_seconds` to come.
+
+        Raises `BackendError` for a frame that is late, cut off or not what was sent.
+        """
+        wait = self._timeout_seconds if idle_seconds is None else idle_seconds
+        prefix = _read(self._link, _PREFIX.size, wait)
+        num_header, num_body = _PREFIX.unpack(prefix)
+        if num_header > MAX_HEADER_BYTES:
+            raise failed("a frame's header is too long")
+        start = prefix + _read(self._link, num_header, self._timeout_seconds)
+        number = _NUMBER.pack(self._num_received)
+        self._num_received += 1
+        self._compare(_code(self._receive_key, number, start))
+        header: dict[str, Any] = json.loads(start[_PREFIX.size :])
+        sizes = header.pop("parts")
+        if sum(sizes) != num_body:
+            raise failed("a frame's parts do not add up")
+        return header, self._body(number, sizes)
+
+    def _body(self, number: bytes, sizes: Sequence[int]) -> Parts:
+        parts = [np.empty(size, np.uint8) for size in sizes]
+        code = hashlib.blake2b(number, key=self._receive_key, digest_size=_CODE_BYTES)
+        for part in parts:
+            for first in range(0, part.size, STRETCH_BYTES):
+                stretch = part[first : first + STRETCH_BYTES].data
+                _read_into(self._link, stretch, self._timeout_seconds)
+                code.update(stretch)
+        if parts:
+            self._compare(code.digest())
+        return parts
+
+    def _compare(self, expected: bytes) -> None:
+        found = _read(self._link, _CODE_BYTES, self._timeout_seconds)
+        if not hmac.compare_digest(found, expected):
+            raise failed("a frame is not what was sent")
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def failed(reason: str) -> BackendError:
+    """The error of a connection that gave no weights."""
+    return BackendError(
+        f"weights could not be had directly: {reason}.", code=ErrorCode.DIRECT_UNAVAILABLE
+    )
+
+
+def _code(key: bytes, *pieces: bytes) -> bytes:
+    digest = hashlib.blake2b(key=key, digest_size=_CODE_BYTES)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def _bytes_of(part: Part) -> memoryview:
+    """The bytes of a part, without a copy."""
+    if isinstance(part, np.ndarray):
+        return part.reshape(-1).view(np.uint8).data
+    return memoryview(part).cast("B")
+
+
+def _send(link: socket.socket, data: bytes | memoryview, timeout_seconds: float) -> None:
+    link.settimeout(timeout_seconds)
+    try:
+        link.sendall(data)
+    except OSError as error:
+        raise failed(f"the other side takes nothing ({error})") from error
+
+
+def _read(link: socket.socket, num_bytes: int, timeout_seconds: float) -> bytes:
+    data = bytearray(num_bytes)
+    _read_into(link, memoryview(data), timeout_seconds)
+    return bytes(data)
+
+
+def _read_into(link: socket.socket, target: memoryview, timeout_seconds: float) -> None:
+    """Fill the target before the timeout, however small the pieces that come.
+
+    The cause of the error is a `ConnectionError` where the other side is gone, not slow.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while target.nbytes:
+            link.settimeout(max(deadline - time.monotonic(), 1e-3))
+            count = link.recv_into(target)
+            if count == 0:
+                raise ConnectionResetError("it ended the connection")
+            target = target[count:]
+    except OSError as error:
+        raise failed(f"the other side is silent ({error})") from error

@@ -1,0 +1,160 @@
+"""Runs whose workers take versions from the trainer: the runs of the store, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltaloom.orchestrator.comparing import compare_runs
+from deltaloom.orchestrator.direct_transport import RunOffering
+from deltaloom.orchestrator.errors import ConfigError
+from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.run import RunRequest, prepare, start_run
+
+from .resume_support import resume, start, task_lines
+from .run_support import deltaloom, tiny_pipeline
+
+NUM_STEPS = 6
+DIRECT = 'transport="direct"'
+SFT = """
+from deltaloom.orchestrator import Pipeline, Prompt, publish, source, train, use
+
+
+def prompts(step, rng):
+    return [Prompt("12=", answer="21")]
+
+
+pipeline = Pipeline(
+    source(prompts, to="prompts"),
+    train("prompts", algorithm="sft", lr=1e-2),
+    publish(codec="raw", transport="direct"),
+    model=use("transformer", alphabet="0123456789=", num_layers=1, hidden_size=16, num_heads=2),
+    steps=1,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def through_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose versions go through the store."""
+    folder = tmp_path_factory.mktemp("store")
+    start(tiny_pipeline(folder, steps=NUM_STEPS), folder / "run", workers=2)
+    return folder / "run"
+
+
+def counted(run_dir: Path) -> tuple[float, float]:
+    """Versions had directly and versions that had to come from the store, over all tasks."""
+    lines = task_lines(run_dir)
+    direct, fallbacks = (
+        sum(line.get(name, 0.0) for line in lines)
+        for name in ("direct_versions", "direct_fallbacks")
+    )
+    return direct, fallbacks
+
+
+def assert_identical(run_dir: Path, other: Path) -> None:
+    result = compare_runs(StoredRun(run_dir), StoredRun(other))
+    assert result["identical"], result["difference"]
+    assert result["versions"] == [NUM_STEPS, NUM_STEPS]
+
+
+def run_with_faults(pipeline: Path, run_dir: Path, faults: Callable[[str], None]) -> Any:
+    request = RunRequest(
+        pipeline_path=pipeline, run_dir=run_dir, overlay={"pipeline": {"workers": 1}}
+    )
+    return start_run(prepare(request), faults=faults)
+
+
+def test_the_run_is_that_of_the_store(through_store: Path, tmp_path: Path) -> None:
+    start(tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT), tmp_path / "run", workers=2)
+    assert_identical(tmp_path / "run", through_store)
+    assert counted(tmp_path / "run")[0] > 0
+    assert counted(through_store) == (0, 0)
+    assert deltaloom("verify", tmp_path / "run").status == 0
+
+
+def test_a_worker_that_keeps_up_takes_every_version_directly(tmp_path: Path) -> None:
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
+    start(pipeline, tmp_path / "run", max_staleness=0)
+    assert counted(tmp_path / "run") == (NUM_STEPS, 0)
+
+
+def test_an_unreachable_trainer_leaves_the_store(through_store: Path, tmp_path: Path) -> None:
+    publish = f'{DIRECT}, direct_host="255.255.255.255"'
+    start(tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=publish), tmp_path / "run")
+    assert_identical(tmp_path / "run", through_store)
+    direct, fallbacks = counted(tmp_path / "run")
+    assert direct == 0
+    assert fallbacks > 0
+    log = (tmp_path / "run" / "logs" / "local-0.log").read_text(encoding="utf-8")
+    assert "weights could not be had directly" in log
+
+
+def test_a_server_that_ends_in_the_middle_leaves_the_store(
+    through_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RunOffering] = []
+    original = RunOffering.__init__
+
+    def record(self: RunOffering, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        made.append(self)
+
+    monkeypatch.setattr(RunOffering, "__init__", record)
+    passed: list[str] = []
+
+    def end_server(boundary: str) -> None:
+        passed.append(boundary)
+        if passed.count("committed") == 3 and boundary == "committed":
+            made[0].close()
+
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
+    run_with_faults(pipeline, tmp_path / "run", end_server)
+    assert_identical(tmp_path / "run", through_store)
+    direct, fallbacks = counted(tmp_path / "run")
+    assert direct > 0
+    assert fallbacks > 0
+
+
+def test_a_run_goes_on_with_the_other_transport(through_store: Path, tmp_path: Path) -> None:
+    start(tiny_pipeline(tmp_path, steps=3), tmp_path / "run")
+    overlay = {"pipeline": {"steps": NUM_STEPS}, "publish": {"transport": "direct"}}
+    resume(tmp_path / "run", overlay=overlay)
+    assert_identical(tmp_path / "run", through_store)
+    assert counted(tmp_path / "run")[0] > 0
+
+
+def test_updates_in_flight_are_taken_directly(tmp_path: Path) -> None:
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT, rollout="in_flight=True")
+    assert start(pipeline, tmp_path / "run")["versions"] == NUM_STEPS
+    assert counted(tmp_path / "run")[0] > 0
+    assert deltaloom("verify", tmp_path / "run").status == 0
+
+
+@pytest.mark.slow
+def test_workers_of_a_dask_cluster_take_versions_directly(
+    through_store: Path, tmp_path: Path
+) -> None:
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
+    words = ("--executor", "dask", "--workers", "2")
+    done = deltaloom("run", pipeline, "--run-dir", tmp_path / "run", *words)
+    assert done.status == 0, done.err
+    assert_identical(tmp_path / "run", through_store)
+    assert counted(tmp_path / "run")[0] > 0
+
+
+def test_the_plan_says_how_versions_reach_workers(tmp_path: Path) -> None:
+    for publish in ("", DIRECT):
+        planned = deltaloom("plan", tiny_pipeline(tmp_path, publish=publish), "--json").json
+        (entry,) = (node for node in planned["nodes"] if node["role"] == "publish")
+        assert ("directly" in entry["reason"]) == bool(publish)
+
+
+def test_a_transport_that_could_have_no_effect_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sft.py"
+    path.write_text(SFT, encoding="utf-8")
+    with pytest.raises(ConfigError, match="without a rollout node"):
+        start(path, tmp_path / "run")
