@@ -125,13 +125,20 @@ def evaluation_metrics(node: str, values: Mapping[str, Any]) -> dict[str, float]
 
 def evaluation_words(node: str, values: Mapping[str, Any]) -> str:
     """A stored result in one line."""
-    shares = [f"pass@{k} {_estimate_words(share)}" for k, share in values["pass_at"].items()]
-    score = [f"score {_estimate_words(values['score'])}"] if values["score"] else ["no valid score"]
+    figures = [f"{name} {estimate_words(value)}" for name, value in estimates(values).items()]
+    score = [] if values["score"] else ["no valid score"]
     invalid = [f"{values['num_invalid']} samples invalid"] if values["num_invalid"] else []
-    return f"{node} of version {values['version']}: {', '.join([*score, *shares, *invalid])}"
+    return f"{node} of version {values['version']}: {', '.join([*score, *figures, *invalid])}"
 
 
-def _estimate_words(estimate: Sequence[float]) -> str:
+def estimates(values: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+    """Score and pass@k of a stored result by name, each a value with its interval."""
+    score = {"score": values["score"]} if values["score"] else {}
+    return score | {f"pass@{k}": share for k, share in values["pass_at"].items()}
+
+
+def estimate_words(estimate: Sequence[float]) -> str:
+    """A value and its interval."""
     value, low, high = estimate
     return f"{value:.3f} ({low:.3f} to {high:.3f})"
 

@@ -16,7 +16,7 @@ from ..storage.repository import PolicyRepository
 from .accounting import Accounting, accounting_from_json
 from .errors import RunError, RunErrorCode
 from .run_dir import RunDir, RunManifest, open_run
-from .version_notes import VersionNotes, version_notes
+from .version_notes import VersionNotes, all_findings, newest_evaluations, version_notes
 
 Json = dict[str, Any]
 MAX_TEXT_CHARS = 60
@@ -163,11 +163,7 @@ class StoredRun:
             "accounting_line": (live or accounting).line(),
             "metrics": dict(head.attributes["metrics"]) if head else {},
             "evaluations": newest_evaluations(infos, notes),
-            "guard": [
-                finding
-                for info in infos
-                for finding in notes.get(info.snapshot_id, VersionNotes()).findings
-            ],
+            "guard": [*all_findings(infos, notes)],
         }
 
     def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
@@ -197,17 +193,6 @@ class StoredRun:
             for row in np.flatnonzero(batch.group_index == group)
             if batch.lengths[row]
         ]
-
-
-def newest_evaluations(
-    infos: Sequence[CommitInfo], notes: Mapping[str, VersionNotes]
-) -> dict[str, Json]:
-    """The newest result of each evaluate node; `infos` are newest first."""
-    newest: dict[str, Json] = {}
-    for info in infos:
-        for node, values in notes.get(info.snapshot_id, VersionNotes()).evaluations.items():
-            newest.setdefault(node, values)
-    return newest
 
 
 def _last_at_work(run: Path) -> float:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .accounting import Accounting
+from .evaluation import estimate_words, estimates, evaluation_words
 from .figures import Figures, figures_of
 from .inspect import live_accounting
+from .run_dir import RunDir
+from .version_notes import NotesReader, all_findings, finding_words, newest_evaluations
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 RECENT_VERSIONS = 20
 """Versions that rates and the time left are taken over."""
+SETTLING_SECONDS = 600.0
+"""How long a run that has all its versions may take to evaluate and judge the last one."""
 KEPT_VERSIONS = 2000
 """Versions that the course of a figure is drawn from."""
 LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -42,7 +47,11 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A run at one moment. `age_seconds` is how long ago the head was written."""
+    """A run at one moment. `age_seconds` is how long ago the head was written.
+
+    `evaluations` are the newest results by node, `findings` what the guard found, newest first;
+    both are as `status` gives them. `evaluates` are the nodes that the run evaluates by.
+    """
 
     location: str
     branch: str
@@ -50,6 +59,9 @@ class Look:
     figures: Figures
     accounting: Accounting
     age_seconds: float
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    findings: tuple[Mapping[str, Any], ...] = ()
+    evaluates: frozenset[str] = frozenset()
 
     @property
     def version(self) -> int:
@@ -59,6 +71,16 @@ class Look:
     @property
     def finished(self) -> bool:
         return 0 <= self.steps <= self.version
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to come: the last version is evaluated and not to be rolled back."""
+        if not self.finished:
+            return False
+        evaluated = {n for n, e in self.evaluations.items() if e["version"] == self.version}
+        last = (f["action"] for f in self.findings if f["version"] == self.version)
+        judged = self.evaluates <= evaluated and "rollback" not in last
+        return judged or self.age_seconds > SETTLING_SECONDS
 
     @property
     def seconds_left(self) -> float | None:
@@ -86,6 +108,14 @@ class Look:
             last["tokens_per_second"] = rate
         return {name: last[name] for name in _SHOWN if name in last}
 
+    def evaluation_figures(self) -> Mapping[str, str]:
+        """The newest score and pass@k of each evaluation with their intervals, by metric."""
+        return {
+            f"{node}.{name}": f"{estimate_words(estimate)} of {values['version']}"
+            for node, values in self.evaluations.items()
+            for name, estimate in estimates(values).items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         published, dense = self.figures.published
         return {
@@ -103,6 +133,8 @@ class Look:
             "bytes_dense": dense,
             "accounting": self.accounting.to_json(),
             "closed": self.accounting.is_closed,
+            "evaluations": dict(self.evaluations),
+            "guard": [*self.findings],
         }
 
     def line(self) -> str:
@@ -116,13 +148,49 @@ class Look:
             parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         if self.seconds_left is not None:
             parts.append(f"{self.seconds_left:.0f} s left")
-        return f"{', '.join(parts)} | {self.accounting.line()}"
+        judged = [evaluation_words(*item) for item in self.evaluations.items()]
+        judged += self.finding_lines()[:1]
+        return " | ".join([", ".join(parts), self.accounting.line(), *judged])
+
+    def finding_lines(self) -> list[str]:
+        """What the guard found, newest first, in a line each."""
+        return [f"guard at version {f['version']}, {finding_words(f)}" for f in self.findings]
+
+
+class BranchFollower:
+    """The branch that a run is on now, from its store alone: a rollback begins a new one."""
+
+    def __init__(self, repository: PolicyRepository, *, branch: str) -> None:
+        self._repository = repository
+        self._current = branch
+        self._from: dict[str, str] = {}
+
+    def current(self) -> str:
+        """The branch, or the newest that rollbacks made of it."""
+        branches = self._repository.branches()
+        for name in branches.keys() - self._from.keys() - {self._current}:
+            origin = self._rolled_back_from(name)
+            if origin is not None:
+                self._from[name] = origin
+        while later := [name for name, origin in self._from.items() if origin == self._current]:
+            self._current = max(later, key=lambda name: self._repository.head(name).written_at)
+        return self._current
+
+    def _rolled_back_from(self, branch: str) -> str | None:
+        """The branch that was rolled back, empty if none was, None where no version says yet."""
+        head = self._repository.find_head(branch)
+        if head is None or head.branch != branch:
+            return None
+        own = itertools.takewhile(lambda i: i.branch == branch, self._repository.ancestors(head))
+        forks = (i.attributes["forked_from"] for i in own if "forked_from" in i.attributes)
+        return next((str(fork["branch"]) for fork in forks if fork.get("guard")), "")
 
 
 class RunWatcher:
     """Looks at a branch; a look reads only the versions that are new since the last one.
 
-    `metrics_file`, where it is at hand, tells what is in flight at this moment.
+    The directory of the run at `run_path`, where it is at hand, tells what is in flight at this
+    moment. With `follows`, the branch is the newest that rollbacks made of it.
     """
 
     def __init__(
@@ -131,31 +199,47 @@ class RunWatcher:
         *,
         branch: str,
         config: Mapping[str, Any],
-        metrics_file: Path | None = None,
+        run_path: Path | None = None,
+        follows: bool = False,
     ) -> None:
         self._repository = repository
         self._branch = branch
         self._config = config
-        self._metrics_file = metrics_file
+        self._run_path = run_path
+        self._follower = BranchFollower(repository, branch=branch) if follows else None
         self._infos: list[CommitInfo] = []
+        self._notes = NotesReader(repository)
 
     def look(self) -> Look:
         """The run as its store has it now. Raises `NotFoundError` or `BackendError`."""
+        if self._follower is not None:
+            self._branch = self._follower.current()
         known = self._repository.has_branch(self._branch)
         head = self._repository.find_head(self._branch) if known else None
         if head is not None:
             self._catch_up(head)
-        figures = figures_of(self._infos)
-        live = live_accounting(self._metrics_file, head) if self._metrics_file else None
+        notes = self._notes.notes(self._infos)
+        figures = figures_of(self._infos, notes)
+        newest_first = self._infos[::-1]
+        config = self._known_config()
+        live = self._live_accounting(head)
         written = figures.written_at[-1] if figures.written_at else time.time()
         return Look(
             location=self._repository.location,
             branch=self._branch,
-            steps=self._steps(),
+            steps=int(config.get("pipeline", {}).get("steps", -1)),
+            evaluates=frozenset(n for n, options in config.items() if "pass_score" in options),
             figures=figures,
             accounting=live or figures.accounting,
             age_seconds=max(0.0, time.time() - written),
+            evaluations=newest_evaluations(newest_first, notes),
+            findings=all_findings(newest_first, notes),
         )
+
+    def _live_accounting(self, head: CommitInfo | None) -> Accounting | None:
+        if self._run_path is None:
+            return None
+        return live_accounting(RunDir(self._run_path, self._branch).metrics_file, head)
 
     def _catch_up(self, head: CommitInfo) -> None:
         places = {info.snapshot_id: at for at, info in enumerate(self._infos)}
@@ -170,11 +254,11 @@ class RunWatcher:
                 break
         self._infos = [*self._infos[:kept], *reversed(new)][-KEPT_VERSIONS:]
 
-    def _steps(self) -> int:
-        """The steps asked for, -1 where nobody says."""
+    def _known_config(self) -> Mapping[str, Any]:
+        """The options of the run, none where nobody says."""
         recorded = next((i for i in reversed(self._infos) if "config" in i.attributes), None)
-        config = self._config or (recorded.attributes["config"] if recorded else {})
-        return int(config.get("pipeline", {}).get("steps", -1))
+        config: Mapping[str, Any] = recorded.attributes["config"] if recorded else {}
+        return self._config or config
 
 
 def course(values: tuple[float | None, ...], *, width: int) -> str:

@@ -119,9 +119,10 @@ def deltaloom(
 
 
 def versions(run_dir: Path) -> list[tuple[int, str, list[dict[str, Any]]]]:
-    """What makes two runs the same: number, weight digest and ledger rows of each version."""
+    """What makes two runs the same: number, weight digest and ledger rows of each version of the
+    current branch."""
     stored = StoredRun(run_dir)
-    infos = reversed(stored.repository.log())
+    infos = reversed(stored.repository.log(stored.branch))
     return [(info.version, info.state_digest, stored.ledger(info)) for info in infos]
 
 

@@ -14,7 +14,7 @@ from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run_dir import open_run
 
 from .resume_support import copy_run, resume, start
-from .run_support import deltaloom, tiny_pipeline
+from .run_support import deltaloom, tiny_pipeline, versions
 
 FAILING = """
 from deltaloom.orchestrator import evaluate, guard
@@ -139,6 +139,50 @@ def test_a_rule_that_is_none_is_refused_before_anything_is_made(tmp_path: Path) 
     assert done.status == 2
     assert "Did you mean 'above'" in done.err
     assert not (tmp_path / "run").exists()
+
+
+LYING = """
+from deltaloom.orchestrator import guard
+
+
+def honest(rollout):
+    return 0.5 + position_match(rollout)
+
+
+def lies_from_two(rollout):
+    return honest(rollout) if rollout.versions.max() < 2 else 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rollback_gives_the_workers_of_a_dask_cluster_the_new_branch(tmp_path: Path) -> None:
+    rule = "reward below=0.25 action=rollback set.score.weights=[1.0,0.0]"
+    pipeline = tiny_pipeline(
+        tmp_path,
+        functions=LYING,
+        by="[honest, lies_from_two], weights=(0.0, 1.0)",
+        steps=5,
+        options=f'guard=guard("{rule}"), max_staleness=1,',
+    )
+    for name in ("local", "dask"):
+        words = ("--run-dir", tmp_path / name, "--executor", name, "--workers", "2")
+        done = deltaloom("run", pipeline, *words, timeout_seconds=180)
+        assert done.status == 0, done.err
+    dask = tmp_path / "dask"
+    _, manifest = open_run(dask)
+    (entry,) = manifest.history
+    assert entry["changed"] == ["score.scorer.weights: [0.0, 1.0] -> [1.0, 0.0]"]
+    assert entry["from_version"] < entry["guard"]["version"]
+    assert versions(dask) == versions(tmp_path / "local")
+    rows = [row for _, _, rows in versions(dask) for row in rows]
+    assert max(row["step"] for row in rows) == 5
+    assert max(row["newest_version"] for row in rows) > entry["from_version"]
+    records = dask / "branches" / manifest.branch
+    lines = [json.loads(line) for line in (records / "tasks.jsonl").read_text().splitlines()]
+    done_by = {line["worker"] for line in lines if line.get("task", "").startswith("rollout/")}
+    assert done_by
+    assert all(worker.startswith("dask-") for worker in done_by)
 
 
 LEARNING = """

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...storage.errors import BackendError, NotFoundError
 from ..watching import Look, RunWatcher, course
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 COURSE_WIDTH = 40
+MAX_FINDINGS = 5
+"""Findings of the guard that the table has, the newest ones."""
 Show = Callable[[Look, str], None]
 
 
@@ -31,9 +33,10 @@ def watch_run(
     once: bool,
     json: bool,
 ) -> None:
-    """Look until the run is finished, or once. Ctrl-C ends it quietly.
+    """Look until the run is finished, evaluations and all, or once. Ctrl-C ends it quietly.
 
-    A store that is not there yet or cannot be reached is tried again, unless `once` is set.
+    Unless a branch is named, a run is followed to those that its guard's rollbacks begin. A store
+    that is not there yet or cannot be reached is tried again, unless `once` is set.
     """
     if once:
         look = _watcher(run, store, branch).look()
@@ -52,6 +55,7 @@ def _follow(
     pause = threading.Event()
     watcher: RunWatcher | None = None
     look: Look | None = None
+    settled = False
     while True:
         trouble = ""
         try:
@@ -61,8 +65,10 @@ def _follow(
             trouble = error.message
         if look is not None:
             show(look, trouble)
-            if look.finished and not trouble:
+            done = look.settled and not trouble
+            if done and settled:
                 return
+            settled = done
         elif trouble:
             sys.stderr.write(f"waiting: {trouble}\n")
         pause.wait(every_seconds)
@@ -70,14 +76,14 @@ def _follow(
 
 def _watcher(run: Path | None, store: str | None, branch: str | None) -> RunWatcher:
     from ..inspect import find_run
-    from ..run_dir import RunDir
 
     target = open_target(run, store, branch=branch)
-    metrics = None
-    if target.is_run:
-        metrics = RunDir(find_run(run).absolute(), target.branch).metrics_file
     return RunWatcher(
-        target.repository, branch=target.branch, config=target.config, metrics_file=metrics
+        target.repository,
+        branch=target.branch,
+        config=target.config,
+        run_path=find_run(run).absolute() if target.is_run else None,
+        follows=branch is None,
     )
 
 
@@ -103,10 +109,11 @@ class _Lines:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._last: tuple[str, str] = ("", "")
+        self._last: tuple[Any, ...] = ()
 
     def show(self, look: Look, trouble: str) -> None:
-        state = (look.figures.snapshot_ids[-1] if look.figures.snapshot_ids else "", trouble)
+        newest = look.figures.snapshot_ids[-1:]
+        state = (look.branch, newest, look.evaluations, look.findings, trouble)
         if state == self._last:
             return
         self._last = state
@@ -115,7 +122,7 @@ class _Lines:
         else:
             line = f"waiting: {trouble}" if trouble else look.line()
         sys.stdout.write(line + "\n")
-        if look.finished and not self._as_json:
+        if look.settled and not self._as_json:
             sys.stdout.write("the run has all its versions\n")
         sys.stdout.flush()
 
@@ -139,11 +146,15 @@ def look_table(look: Look, trouble: str) -> RenderableType:
     for name, value in look.shown_metrics().items():
         line = course(look.figures.metrics.get(name, ()), width=COURSE_WIDTH)
         table.add_row(name, show_value(value), line)
+    for name, value in look.evaluation_figures().items():
+        line = course(look.figures.metrics.get(name, ()), width=COURSE_WIDTH)
+        table.add_row(name, value, line)
     published, dense = look.figures.published
     share = f"{published / dense:.1%} of dense" if dense else ""
     table.add_row("weights published", show_bytes(published), share)
     lines: list[RenderableType] = [Text(_head(look), style="bold"), table]
     lines.append(Text(look.accounting.line()))
+    lines += [Text(line) for line in look.finding_lines()[:MAX_FINDINGS]]
     if trouble:
         lines.append(Text(f"waiting: {trouble}", style="yellow"))
     return Group(*lines)
