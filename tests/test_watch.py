@@ -8,9 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import icechunk
+
 from deltaloom.orchestrator.figures import figures_of
 from deltaloom.orchestrator.inspect import StoredRun
-from deltaloom.orchestrator.watching import Look, RunWatcher, course
+from deltaloom.orchestrator.watching import SETTLING_SECONDS, Look, RunWatcher, course
 
 from .report_support import FUNCTIONS
 from .run_support import command, deltaloom, tiny_pipeline
@@ -64,6 +66,24 @@ def test_a_run_in_progress_is_followed_to_its_end_from_another_process(tmp_path:
     assert all(look["closed"] for look in looks)
 
 
+def test_a_store_in_the_making_is_waited_for(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    icechunk.Repository.create(icechunk.local_filesystem_storage(str(store)))
+    watching = subprocess.Popen(
+        command("watch", "--store", str(store), "--every", "0.1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watching.stderr is not None
+        assert [watching.stderr.readline()[:9] for _ in range(2)] == ["waiting: ", "waiting: "]
+        assert watching.poll() is None
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
 def test_a_look_reads_only_what_is_new(seen_run: Path) -> None:
     stored = StoredRun(seen_run, branch="main")
     watcher = RunWatcher(stored.repository, branch="main", config={})
@@ -104,6 +124,19 @@ def test_the_time_left_is_the_usual_time_of_a_step(seen_run: Path) -> None:
     assert look.seconds_left == 7 * gaps[1]
     assert look.recent_tokens_per_second is not None
     assert not look.finished
+
+
+def test_a_run_is_settled_when_its_last_version_is_evaluated_and_stays(seen_run: Path) -> None:
+    stored = StoredRun(seen_run, branch="main")
+    done: dict[str, Any] = {"steps": 3, "evaluates": frozenset({"held"})}
+    late = {"held": {"version": 2}}
+    assert not looked_at(stored, **done).settled
+    assert not looked_at(stored, **done, evaluations=late).settled
+    evaluated = {**done, "evaluations": {"held": {"version": 3}}}
+    assert looked_at(stored, **evaluated).settled
+    findings = ({"version": 3, "action": "rollback"},)
+    assert not looked_at(stored, **evaluated, findings=findings).settled
+    assert looked_at(stored, **done, age_seconds=SETTLING_SECONDS + 1.0).settled
 
 
 def test_a_course_rises_with_its_figure() -> None:

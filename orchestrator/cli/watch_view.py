@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...storage.errors import BackendError, NotFoundError
+from ...storage.errors import BackendError, ErrorCode, FormatError, NotFoundError
 from ..watching import Look, RunWatcher, course
 from .output import finite, print_json, show_bytes, show_value
 from .store_target import open_target
@@ -62,6 +62,11 @@ def _follow(
             watcher = watcher or _watcher(run, store, branch)
             look = watcher.look()
         except (BackendError, NotFoundError) as error:
+            trouble = error.message
+        except FormatError as error:
+            # A store is for a moment without its format while it is made.
+            if watcher is not None or error.code != ErrorCode.MALFORMED_METADATA:
+                raise
             trouble = error.message
         if look is not None:
             show(look, trouble)
@@ -146,9 +151,9 @@ def look_table(look: Look, trouble: str) -> RenderableType:
     for name, value in look.shown_metrics().items():
         line = course(look.figures.metrics.get(name, ()), width=COURSE_WIDTH)
         table.add_row(name, show_value(value), line)
-    for name, value in look.evaluation_figures().items():
+    for name, words in look.evaluation_figures().items():
         line = course(look.figures.metrics.get(name, ()), width=COURSE_WIDTH)
-        table.add_row(name, value, line)
+        table.add_row(name, words, line)
     published, dense = look.figures.published
     share = f"{published / dense:.1%} of dense" if dense else ""
     table.add_row("weights published", show_bytes(published), share)
