@@ -264,6 +264,17 @@ def test_a_group_s_task_waited_for_the_rollouts_of_its_step() -> None:
     assert "rollout tasks of step 1" in blamed.words
 
 
+def test_a_lane_is_not_idle_while_a_task_goes_on_that_began_before_its_last_one() -> None:
+    lines = [
+        line("rollout/1/0", "w0", 0.0, 4.0),
+        line("source/2/0", "w0", 0.1, 0.1),
+        line("score/1/0", "w0", 5.0, 1.0),
+    ]
+    times = Times(trained={}, committed={})
+    gaps = find_gaps(task_spans(lines), times, lag=0, joined=spans.joins(lines))
+    assert [(gap.start, gap.end) for gap in gaps] == [(4.0, 5.0)]
+
+
 def test_a_resumed_run_is_not_idle_while_it_was_stopped() -> None:
     lines = [
         {"worker": "w0", "event": "joined", "time": 0.0},

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 TRAINER, COMMITTER = "trainer", "committer"
@@ -196,11 +196,12 @@ def _lane_gaps(
     gaps: list[Gap] = []
     if joined and joined[0] < work[0].start:
         gaps += _explained(lane, joined[0], work[0].start, ends.waits_of(work[0]))
-    for before, after in pairwise(work):
-        restart = next((t for t in joined if before.end < t <= after.start), None)
+    ends_so_far = accumulate((span.end for span in work), max)
+    for busy_until, after in zip(ends_so_far, work[1:], strict=False):
+        restart = next((t for t in joined if busy_until < t <= after.start), None)
         if restart is not None:
-            gaps += _piece(lane, before.end, restart, START_UP, "the run was not running")
-        start = before.end if restart is None else restart
+            gaps += _piece(lane, busy_until, restart, START_UP, "the run was not running")
+        start = busy_until if restart is None else restart
         gaps += _explained(lane, start, after.start, ends.waits_of(after))
     gaps += _piece(lane, max(span.end for span in work), run_end, END, "no task was left for it")
     return gaps
