@@ -14,7 +14,13 @@ from .errors import ConfigError, RunErrorCode
 from .interfaces import Trainer
 from .plugin_manager import Plugins
 from .resolve import ResolvedPipeline
-from .shared_publishing import PublishesShares, SharedPublisher, ShareTarget, publishes_shares
+from .shared_publishing import (
+    OffersShares,
+    PublishesShares,
+    SharedPublisher,
+    ShareTarget,
+    publishes_shares,
+)
 
 if TYPE_CHECKING:
     from ..storage.codec import DeltaCodec
@@ -82,10 +88,11 @@ class BranchPublishing:
         from ..storage.sharded_publisher import ShardCoordinator
 
         (publish,) = self.pipeline.by_role("publish")
-        if publish.options.transport == "direct":
+        offering = self.offer()
+        if offering is not None and not isinstance(ranks, OffersShares):
             raise ConfigError(
-                f"{publish.name}.transport: the trainer's ranks publish their own shares, which "
-                "cannot be taken directly.",
+                f"{publish.name}.transport: the trainer's ranks publish their own shares, and do "
+                "not offer them to workers.",
                 code=RunErrorCode.WRONG_TYPE,
                 remedy="Set it to store, or train on one rank.",
             )
@@ -113,10 +120,17 @@ class BranchPublishing:
         with coordinator:
             ranks.open_branch(
                 ShareTarget(
-                    store_url=self.store_url, branch=self.branch, codec=codec, codecs=self.codecs
+                    store_url=self.store_url,
+                    branch=self.branch,
+                    codec=codec,
+                    codecs=self.codecs,
+                    offering=offering.options if offering is not None else None,
                 )
             )
-            yield SharedPublisher(coordinator, ranks, faults=self.faults)
+            offers = offering.offers if offering is not None else None
+            if offers is not None and isinstance(ranks, OffersShares):
+                offers.refer_to(ranks.share_addresses())
+            yield SharedPublisher(coordinator, ranks, faults=self.faults, offers=offers)
 
 
 def _owner() -> str:

@@ -9,48 +9,52 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import RunError, RunErrorCode
 
 if TYPE_CHECKING:
-    from ..storage.offers import Offers
+    from ..storage.offers import Address, Offers
     from ..storage.repository import PolicyRepository
     from ..storage.weight_source import DirectSource
-    from .resolve import ResolvedComponent, ResolvedPipeline
+    from .resolve import ResolvedPipeline
 
 LOOPBACK: Final = "127.0.0.1"
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 """An address of nobody, to learn which of our own leads to others; nothing is sent to it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferingOptions:
+    """How the processes of one attempt at a run offer versions to its workers. Pickles.
+
+    `machine` is the driver's, and `host` the name by which workers reach it; empty: found by
+    itself. `local` says that all workers are on it. At least `keep_last` versions are kept.
+    """
+
+    token: bytes
+    machine: str
+    host: str
+    local: bool
+    keep_last: int
+
+
 class RunOffering:
-    """What one attempt at a run offers to its workers, and to nobody else."""
+    """What a process of a run offers to the run's workers, and to nobody else."""
 
-    def __init__(
-        self,
-        repository: PolicyRepository,
-        *,
-        branch: str,
-        keep_last: int,
-        host: str,
-        executor: ResolvedComponent,
-    ) -> None:
-        """At least `keep_last` versions are kept. `host` is the name by which workers reach this
-        process; empty: found by itself.
-
-        Raises `RunError` if nothing can be offered from here.
-        """
-        from ..storage.offers import Offers
+    def __init__(self, options: OfferingOptions, *, store: str, branch: str) -> None:
+        """`store` is the repository's identity. Raises `RunError` if nothing can be offered."""
+        from ..storage.offers import Address, Offers
         from ..storage.weight_server import WeightServer
 
-        self.offers: Offers = Offers(store=repository.identity, branch=branch, keep_last=keep_last)
-        self.token = secrets.token_bytes(32)
-        here = not host and getattr(executor.component, "on_this_host", False)
-        self.host = LOOPBACK if here else host or own_address()
+        self.options = options
+        self.offers: Offers = Offers(store=store, branch=branch, keep_last=options.keep_last)
+        beside = socket.gethostname() == options.machine
+        here = beside and options.local and not options.host
         try:
             self._server = WeightServer(
-                self.offers, token=self.token, host=LOOPBACK if here else ""
+                self.offers, token=options.token, host=LOOPBACK if here else ""
             )
         except OSError as error:
             raise RunError(
@@ -58,10 +62,13 @@ class RunOffering:
                 code=RunErrorCode.NO_TRANSPORT,
                 remedy="Go on through the store: --set publish.transport=store",
             ) from error
+        host = LOOPBACK if here else (options.host if beside else "") or own_address()
+        self.address: Address = Address(host=host, port=self._server.port)
 
     def to_json(self) -> Mapping[str, Any]:
         """What a worker needs to take versions, the run's token included."""
-        return {"host": self.host, "port": self._server.port, "token": self.token.hex()}
+        token = self.options.token.hex()
+        return {"host": self.address.host, "port": self.address.port, "token": token}
 
     def close(self) -> None:
         """Offer nothing any more."""
@@ -75,13 +82,14 @@ def offering_of(
     (publish,) = pipeline.by_role("publish")
     if publish.options.transport != "direct":
         return None
-    return RunOffering(
-        repository,
-        branch=branch,
-        keep_last=pipeline.options.max_staleness + 2,
+    options = OfferingOptions(
+        token=secrets.token_bytes(32),
+        machine=socket.gethostname(),
         host=publish.options.direct_host,
-        executor=pipeline.executor,
+        local=getattr(pipeline.executor.component, "on_this_host", False),
+        keep_last=pipeline.options.max_staleness + 2,
     )
+    return RunOffering(options, store=repository.identity, branch=branch)
 
 
 def source_of(offering: Mapping[str, Any]) -> DirectSource | None:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
     from ..storage.codec import DeltaCodec
     from ..storage.drafting import Tables
+    from ..storage.offers import Address, Offers
     from ..storage.packing import Arrays, Values
     from ..storage.records import CommitInfo
     from ..storage.sharded_publisher import ShardCoordinator, ShardReport, ShardTicket
     from ..storage.shares import Shares
+    from .direct_transport import OfferingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class ShareTarget:
     codec: DeltaCodec
     codecs: Mapping[str, DeltaCodec]
     """Of all codecs that versions on the branch may be written with."""
+    offering: OfferingOptions | None = None
+    """How each rank offers to workers what it has published; None: it does not."""
 
 
 @runtime_checkable
@@ -71,6 +75,15 @@ class PublishesShares(Protocol):
         ...
 
 
+@runtime_checkable
+class OffersShares(PublishesShares, Protocol):
+    """What a trainer offers whose ranks can hand their shares to workers themselves."""
+
+    def share_addresses(self) -> list[Address]:
+        """Where each rank offers its shares, in the order of ranks, once the branch is open."""
+        ...
+
+
 def publishes_shares(trainer: object) -> PublishesShares | None:
     """The trainer, if its ranks publish shares."""
     if isinstance(trainer, PublishesShares) and trainer.shares is not None:
@@ -87,8 +100,11 @@ class SharedPublisher:
         trainer: PublishesShares,
         *,
         faults: Callable[[str], None] | None = None,
+        offers: Offers | None = None,
     ) -> None:
-        """`faults` is called at the boundaries of a publish, as `Publisher` does."""
+        """`faults` is called at the boundaries of a publish, as `Publisher` does. `offers` are
+        given what the ranks offer."""
+        self._offers = offers
         self._coordinator = coordinator
         self._trainer = trainer
         self._faults = faults if faults is not None else _no_fault
@@ -114,7 +130,16 @@ class SharedPublisher:
             attributes={**attributes, **describe(changed_elements(reports))},
         )
         self._trainer.acknowledge_shares(info)
+        if self._offers is not None:
+            from ..storage.offers import Offer
+
+            self._offers.add(Offer(info=info, payload=None, shares=self._cut_shares(info)))
         return info
+
+    def _cut_shares(self, info: CommitInfo) -> Shares | None:
+        """The shares of a version in which tensors are cut."""
+        delta = info.record.delta
+        return self._trainer.shares if delta is not None and delta.shares_digest else None
 
     def _commit(self, reports: Sequence[ShardReport], *, version: int, **extras: Any) -> CommitInfo:
         try:

@@ -25,7 +25,7 @@ from .layout import SHARDS_KEY, SHARES_KEY, TENSORS_KEY
 from .records import CommitInfo, DeltaInfo, VersionRef, tensors_from_tree
 from .sharded_codec import combine_digests, frame_payloads
 from .shares import CutTensors, Piece, Shares, cut_from_attributes
-from .transaction import PAYLOAD_COLUMN
+from .transaction import PAYLOAD_COLUMN, pack_payload
 from .tree import anchor_attributes, read_anchor_piece, read_anchor_tensor, read_group
 
 if TYPE_CHECKING:
@@ -177,6 +177,22 @@ def read_payloads(
     groups = delta_groups(delta)
     digests = _payload_digests(repository, info, delta)
     return [_read_payload_group(repository, info, groups[r], digests[r]) for r in ranks]
+
+
+def check_payload(
+    repository: PolicyRepository, info: CommitInfo, payload: bytes, *, rank: int
+) -> None:
+    """Compare one rank's delta, had from elsewhere, with its committed digest.
+
+    Raises `IntegrityError`.
+    """
+    delta = info.record.delta
+    digests = _payload_digests(repository, info, delta) if delta is not None else []
+    if rank >= len(digests) or pack_payload(payload).digest != digests[rank]:
+        raise IntegrityError(
+            f"the delta of rank {rank} is not that of {repository.where(info)}.",
+            code=ErrorCode.DIGEST_MISMATCH,
+        )
 
 
 def _payload_digests(repository: PolicyRepository, info: CommitInfo, delta: DeltaInfo) -> list[str]:

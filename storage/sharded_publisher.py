@@ -37,6 +37,7 @@ from .drafting import (
 )
 from .errors import BackendError, ErrorCode, InputError, SequenceError
 from .layout import ANCHOR_GROUP, shard_group
+from .offers import Offer, Offers
 from .opening import DEFAULT_BRANCH
 from .packing import Arrays, Values
 from .records import CommitInfo, DeltaInfo, VersionRef
@@ -78,6 +79,16 @@ class ShardTicket:
     is_anchor: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """A rank's share of a version that is not committed yet."""
+
+    tensors: PolicyTensors
+    changes: Changes
+    payload: bytes
+    packed: PackedGroup
+
+
 class ShardPublisher:
     """One rank's share of publishing."""
 
@@ -91,12 +102,13 @@ class ShardPublisher:
         shares: Shares | None = None,
         branch: str = DEFAULT_BRANCH,
         codecs: CodecLookup | None = None,
+        offers: Offers | None = None,
     ) -> None:
         """Starts at the branch's head, of which it keeps its own share.
 
         `shares` say who has which rows; None gives every tensor whole to the rank that
-        `assign_owners` names. Raises `InputError` for fewer than two ranks: that is
-        `Publisher`'s work.
+        `assign_owners` names. `offers` are given this rank's delta of each version that is
+        acknowledged. Raises `InputError` for fewer than two ranks: that is `Publisher`'s work.
         """
         if num_ranks < 2 or not 0 <= rank < num_ranks:
             raise InputError(
@@ -106,7 +118,8 @@ class ShardPublisher:
         self._repository = repository
         self._codec = codec
         self._rank, self._num_ranks = rank, num_ranks
-        self._staged: tuple[PolicyTensors, Changes, PackedGroup] | None = None
+        self._offers = offers
+        self._staged: _Encoded | None = None
         head = repository.head(branch)
         self._base = head.ref
         self._shares = _joint_shares(repository, head, shares, num_ranks=num_ranks)
@@ -132,7 +145,9 @@ class ShardPublisher:
             )
         encoded = self._codec.encode(self._tensors, tensors, history=self._history)
         payload = pack_payload(encoded.payload)
-        self._staged = (tensors, encoded.changes, payload)
+        self._staged = _Encoded(
+            tensors=tensors, changes=encoded.changes, payload=encoded.payload, packed=payload
+        )
         return ShardReport(
             rank=self._rank,
             base=self._base,
@@ -145,7 +160,8 @@ class ShardPublisher:
 
     def write(self, ticket: ShardTicket) -> icechunk.ForkSession:
         """Write this rank's payload, and its tensors at an anchor. Raises `BackendError`."""
-        tensors, _, payload = self._encoded()
+        staged = self._encoded()
+        tensors, payload = staged.tensors, staged.packed
         with translated(
             f"write the share of rank {self._rank}",
             location=self._repository.location,
@@ -165,7 +181,10 @@ class ShardPublisher:
 
     def acknowledge(self, info: CommitInfo) -> None:
         """The version is committed: it is what the next delta starts from."""
-        tensors, changes, _ = self._encoded()
+        staged = self._encoded()
+        tensors, changes = staged.tensors, staged.changes
+        if self._offers is not None:
+            self._offers.add(Offer(info=info, payload=staged.payload))
         if info.is_anchor:
             self._history = self._codec.start_history(tensors.specs)
         else:
@@ -181,7 +200,7 @@ class ShardPublisher:
         own = [piece for piece in self._shares.pieces[name] if piece.rank == self._rank]
         return own[0] if self._shares.is_cut(name) else None
 
-    def _encoded(self) -> tuple[PolicyTensors, Changes, PackedGroup]:
+    def _encoded(self) -> _Encoded:
         if self._staged is None:
             raise SequenceError(
                 f"rank {self._rank} has encoded nothing.",

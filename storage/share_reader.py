@@ -7,7 +7,7 @@ reads exactly its own bytes; where it cuts another dimension, every share has so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,14 @@ from .chain import (
     target_of,
 )
 from .codec import DeltaCodec
-from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError
+from .errors import ErrorCode, IntegrityError, NotFoundError, SequenceError, StorageError
 from .opening import DEFAULT_BRANCH
-from .rebuild import links_since, open_anchor, read_cut, read_payloads, rebuild
+from .rebuild import check_payload, links_since, open_anchor, read_cut, read_payloads, rebuild
 from .records import CommitInfo, DeltaInfo, VersionRef
 from .sharded_codec import ShardedHistory
 from .sharding import Copy, Layout, plan_transfer, source_ranks
 from .shares import Shares, whole_tensors
+from .weight_source import DirectSource
 
 if TYPE_CHECKING:
     from .repository import PolicyRepository
@@ -126,9 +127,12 @@ def share_links(
     shares: Shares,
     rank: int,
     base_digest: str,
+    taken: Mapping[str, bytes] | None = None,
 ) -> list[Link]:
-    """One rank's payloads of a chain. Raises `SequenceError` (MISSING_LINK) where a version was
-    not published in these shares."""
+    """One rank's payloads of a chain, from the store, or those `taken` elsewhere by snapshot id.
+
+    Raises `SequenceError` (MISSING_LINK) where a version was not published in these shares.
+    """
     links = []
     for info in infos:
         delta = check_link(info, base_digest=base_digest)
@@ -139,7 +143,10 @@ def share_links(
                 code=ErrorCode.MISSING_LINK,
                 remedy="Load the whole version.",
             )
-        [payload] = read_payloads(repository, info, [rank])
+        if taken is None:
+            [payload] = read_payloads(repository, info, [rank])
+        else:
+            payload = taken[info.snapshot_id]
         links.append(Link(info=info, payload=payload, share=rank))
         base_digest = info.state_digest
     return links
@@ -198,8 +205,16 @@ class ShareSubscriber:
         serve: Layout,
         rank: int,
         branch: str = DEFAULT_BRANCH,
+        source: DirectSource | None = None,
     ) -> None:
-        """`serve` says which blocks each server rank holds; `rank` is this one."""
+        """`serve` says which blocks each server rank holds; `rank` is this one.
+
+        `source` leads to the trainer's ranks: of those in the plan, and of no others, the deltas
+        are taken, and checked against the digests in the store. What they do not give comes from
+        the store, and is counted.
+        """
+        self._source = source
+        self._num_fallbacks = 0
         self._repository = repository
         self._codecs = codecs
         self._branch = branch
@@ -217,6 +232,11 @@ class ShareSubscriber:
     def version(self) -> int:
         """The version held; -1 before the first update."""
         return self._active.version if self._active else -1
+
+    @property
+    def num_fallbacks(self) -> int:
+        """How often a rank's deltas had to come from the store because it did not give them."""
+        return self._num_fallbacks
 
     @property
     def plan(self) -> tuple[Copy, ...]:
@@ -260,7 +280,12 @@ class ShareSubscriber:
         held, changed, fetched = dict(self._held), frozenset[str](), 0
         for rank, share in self._held.items():
             links = share_links(
-                self._repository, infos, shares=shares, rank=rank, base_digest=active.state_digest
+                self._repository,
+                infos,
+                shares=shares,
+                rank=rank,
+                base_digest=active.state_digest,
+                taken=self._taken(infos, rank),
             )
             folded = fold(share.tensors, links, state=share.state, codecs=self._codecs)
             check_share(self._repository, folded, info, shares=shares, rank=rank)
@@ -271,6 +296,19 @@ class ShareSubscriber:
             fetched += size
         self._held, self._active = held, info
         return _update(info, num_bytes=fetched, changed=changed)
+
+    def _taken(self, infos: Sequence[CommitInfo], rank: int) -> dict[str, bytes] | None:
+        """One rank's deltas as it gives them, by snapshot id; None if it does not."""
+        if self._source is None:
+            return None
+        try:
+            payloads = self._source.deltas([info.snapshot_id for info in infos], rank=rank)
+            for info, payload in zip(infos, payloads, strict=True):
+                check_payload(self._repository, info, payload, rank=rank)
+        except StorageError:
+            self._num_fallbacks += 1
+            return None
+        return {i.snapshot_id: payload for i, payload in zip(infos, payloads, strict=True)}
 
     def _load(self, info: CommitInfo) -> ShareUpdate:
         specs, _ = self._repository.tensor_list(info)

@@ -7,6 +7,10 @@ Requests and answers are frames of `weight_wire`. Requests:
         -> {"target": version, "deltas": [version + "shares", "held"], "specs", "ranks"}
            parts: the anchor's tensors in the order of specs, then the deltas that are held
     {"ask": "deltas", "snapshots": [id, ...]}                       -> parts: their deltas
+    {"ask": "ranks"}                                                -> {"ranks"}
+
+"ranks" are the hosts and ports of the trainer's ranks, in their order, where each has the deltas
+of its own share, which are not "held" here; none where one publisher has all.
 
 A version is `{"snapshot_id", "record"}`, the record as text. What cannot be given is answered
 with `{"error": words, "code": code}`, and the connection goes on.
@@ -126,6 +130,8 @@ class WeightServer:
                     return self._version(_wanted(request))
                 case "deltas":
                     return {}, self._offers.payloads(list(request["snapshots"]))
+                case "ranks":
+                    return {"ranks": self._ranks()}, ()
                 case other:
                     raise _unknown(other)
         except StorageError as error:
@@ -141,9 +147,12 @@ class WeightServer:
             "target": _version_json(selected.target),
             "deltas": [_delta_json(offer) for offer in selected.deltas],
             "specs": [spec.to_json() for spec in anchor.specs] if anchor else None,
-            "ranks": [[rank.host, rank.port] for rank in self._offers.ranks],
+            "ranks": self._ranks(),
         }
         return header, _parts(selected)
+
+    def _ranks(self) -> list[Any]:
+        return [[rank.host, rank.port] for rank in self._offers.ranks]
 
 
 def _wanted(request: Mapping[str, Any]) -> Wanted:

@@ -126,6 +126,14 @@ class DirectSource:
         _check_chain(links, target, base=base if anchor is None else None)
         return Fetched(target=target, anchor=anchor, links=tuple(links))
 
+    def deltas(self, snapshot_ids: Sequence[str], *, rank: int) -> list[bytes]:
+        """The deltas of one rank's share, from the rank itself. Raises `StorageError`."""
+        header, _ = self._ask({"ask": "ranks"})
+        ranks = _addresses(header) or [self._address]
+        if rank >= len(ranks):
+            raise not_offered(f"there are {len(ranks)} ranks, {rank} is none of them")
+        return self._deltas(ranks[rank], snapshot_ids)
+
     def close(self) -> None:
         """End the connections; the next request makes them anew."""
         wires, self._wires = self._wires, {}
@@ -135,7 +143,7 @@ class DirectSource:
     def _payloads(self, header: Mapping[str, Any], parts: Parts) -> list[list[bytes]]:
         """The payloads of each delta, one or one a rank, from those who hold them."""
         absent = [tree["snapshot_id"] for tree in header["deltas"] if not tree["held"]]
-        ranks = [Address(host=host, port=port) for host, port in header["ranks"]]
+        ranks = _addresses(header)
         if absent and not ranks:
             raise not_offered("nobody holds its delta")
         taken = [self._deltas(rank, absent) for rank in ranks] if absent else []
@@ -205,6 +213,10 @@ class DirectSource:
 def _exchange(wire: Wire, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], Parts]:
     wire.send(request)
     return wire.receive()
+
+
+def _addresses(header: Mapping[str, Any]) -> list[Address]:
+    return [Address(host=host, port=port) for host, port in header["ranks"]]
 
 
 def _info(tree: Mapping[str, Any], load_digests: LoadDigests) -> CommitInfo:

@@ -16,6 +16,7 @@ from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 
 from .resume_support import resume, start, task_lines
 from .run_support import deltaloom, tiny_pipeline
+from .test_shared_publishing import TWO_SHARES
 
 NUM_STEPS = 6
 DIRECT = 'transport="direct"'
@@ -34,6 +35,42 @@ pipeline = Pipeline(
     model=use("transformer", alphabet="0123456789=", num_layers=1, hidden_size=16, num_heads=2),
     steps=1,
 )
+"""
+
+
+TWO_OFFERS = f"""{TWO_SHARES}
+from deltaloom.orchestrator.direct_transport import RunOffering
+
+
+class TwoOffers(TwoShares):
+    name = "two-offers"
+
+    def open_branch(self, target):
+        repository = PolicyRepository.open(target.store_url)
+        self.offerings = [
+            RunOffering(target.offering, store=repository.identity, branch=target.branch)
+            for _ in range(2)
+        ]
+        self.writers = [
+            ShardPublisher(
+                repository, codec=target.codec, rank=rank, num_ranks=2, shares=self.shares,
+                branch=target.branch, codecs=target.codecs, offers=offering.offers,
+            )
+            for rank, offering in enumerate(self.offerings)
+        ]
+
+    def share_addresses(self):
+        return [offering.address for offering in self.offerings]
+
+    def close(self):
+        for offering in self.offerings:
+            offering.close()
+        super().close()
+
+
+@hookimpl
+def register_trainers():
+    return [TwoShares, TwoOffers]
 """
 
 
@@ -132,6 +169,22 @@ def test_updates_in_flight_are_taken_directly(tmp_path: Path) -> None:
     assert start(pipeline, tmp_path / "run")["versions"] == NUM_STEPS
     assert counted(tmp_path / "run")[0] > 0
     assert deltaloom("verify", tmp_path / "run").status == 0
+
+
+def test_ranks_hand_their_own_shares_to_workers(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "two_offers.py").write_text(TWO_OFFERS, encoding="utf-8")
+    runs = {"two-shares": "", "two-offers": DIRECT}
+    for name, publish in runs.items():
+        train = f'trainer="{name}"'
+        pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, train=train, publish=publish)
+        start(pipeline, tmp_path / name, plugins_dir=plugins, max_staleness=0)
+    assert_identical(tmp_path / "two-shares", tmp_path / "two-offers")
+    assert counted(tmp_path / "two-offers") == (NUM_STEPS, 0)
+    pipeline = tiny_pipeline(tmp_path, train='trainer="two-shares"', publish=DIRECT)
+    with pytest.raises(ConfigError, match="do not offer them"):
+        start(pipeline, tmp_path / "refused", plugins_dir=plugins)
 
 
 @pytest.mark.slow

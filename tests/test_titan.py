@@ -21,6 +21,7 @@ from deltaloom.plugins.models.titan import TitanModel, TitanModelConfig
 from deltaloom.plugins.titan_support.architecture import hf_config
 from deltaloom.plugins.titan_support.names import Family
 
+from .resume_support import task_lines
 from .rl_support import small_model
 from .run_support import Done, deltaloom
 from .titan_support import (
@@ -275,6 +276,20 @@ def test_each_rank_publishes_its_own_rows(whole: Path) -> None:
             assert info.record.delta.shares_digest
             assert info.attributes["changed"]
     assert _run("verify", whole).status == 0
+
+
+def test_workers_take_each_share_from_its_rank(tmp_path: Path) -> None:
+    direct = ("--set", "publish.transport=direct", "--set", "pipeline.max_staleness=0")
+    through_store = ("--set", "pipeline.max_staleness=0")
+    for name, options in {"direct": direct, "store": through_store}.items():
+        done = _run("run", *_write(tmp_path / name), *options)
+        assert done.status == 0, done.err
+    lines = task_lines(tmp_path / "direct" / "run")
+    assert sum(line.get("direct_versions", 0) for line in lines) == NUM_STEPS
+    assert sum(line.get("direct_fallbacks", 0) for line in lines) == 0
+    runs = [StoredRun(tmp_path / name / "run") for name in ("direct", "store")]
+    result = compare_runs(*runs)
+    assert result["identical"], result["difference"]
 
 
 def test_a_run_that_lost_a_rank_resumes_on_fresh_ones_and_on_one(

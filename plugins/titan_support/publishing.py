@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...orchestrator.direct_transport import RunOffering
 from ...orchestrator.shared_publishing import ShareTarget
 from .rank import Rank
 
 if TYPE_CHECKING:
     import icechunk
 
+    from ...storage.offers import Address
     from ...storage.sharded_publisher import ShardReport, ShardTicket
 
 
@@ -20,6 +22,7 @@ class RankPublishing:
         self._rank = rank
         self._number = number
         self._num_ranks = num_ranks
+        self._offering: RunOffering | None = None
 
     def open(self, target: ShareTarget) -> None:
         """Start at the branch's head, of which this rank's share is loaded."""
@@ -27,6 +30,10 @@ class RankPublishing:
         from ...storage.sharded_publisher import ShardPublisher
 
         self._repository = PolicyRepository.open(target.store_url)
+        if target.offering is not None:
+            self._offering = RunOffering(
+                target.offering, store=self._repository.identity, branch=target.branch
+            )
         self._publisher = ShardPublisher(
             self._repository,
             codec=target.codec,
@@ -35,7 +42,12 @@ class RankPublishing:
             shares=self._rank.shares,
             branch=target.branch,
             codecs=target.codecs,
+            offers=self._offering.offers if self._offering else None,
         )
+
+    def address(self) -> Address | None:
+        """Where this rank offers its share to workers; None if it does not."""
+        return self._offering.address if self._offering else None
 
     def encode(self, version: int) -> ShardReport:
         """Encode the share staged for a version."""

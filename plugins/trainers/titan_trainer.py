@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import icechunk
 
     from ...storage.bits import PolicyTensors, TensorSpec
+    from ...storage.offers import Address
     from ...storage.records import CommitInfo
     from ...storage.sharded_publisher import ShardReport, ShardTicket
     from ...storage.shares import Shares
@@ -217,6 +218,10 @@ class TitanTrainer(TorchTrainer):
 
         pickle_by_value([target.codec, *target.codecs.values()])
         self.mesh.publish("open", target)
+
+    def share_addresses(self) -> list[Address]:
+        """See `OffersShares`."""
+        return self.mesh.publish("address")
 
     def encode_shares(self, version: int) -> list[ShardReport]:
         """See `PublishesShares`."""

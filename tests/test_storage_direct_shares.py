@@ -1,0 +1,169 @@
+"""Shares taken from the ranks that publish them, each from its own, by the transfer plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltaloom.storage import PolicyRepository, PolicyTensors, Subscriber
+from deltaloom.storage.offers import Address, Offer, Offers
+from deltaloom.storage.sharded_publisher import ShardCoordinator, ShardPublisher
+from deltaloom.storage.share_reader import ShareSubscriber
+from deltaloom.storage.shares import Shares, row_shares, whole_tensors
+from deltaloom.storage.weight_server import WeightServer
+from deltaloom.storage.weight_source import DirectSource
+
+from .direct_support import TOKEN
+from .storage_support import CountCodec, codecs, history_of, make_store, same
+
+NUM_RANKS = 3
+STATES = history_of(8)
+SPECS = STATES[0].specs
+SHARES = {
+    "rows": row_shares(SPECS, num_ranks=NUM_RANKS),
+    "whole": whole_tensors(SPECS, num_ranks=NUM_RANKS),
+}
+
+
+class RankCluster:
+    """Ranks that publish and offer their shares, and the one that says where they are."""
+
+    def __init__(self, path: Path, shares: Shares, stack: ExitStack) -> None:
+        self.repository = make_store(path, STATES[:1])
+        self.shares = shares
+        self.offers = [self._offers() for _ in range(NUM_RANKS)]
+        self.servers = [self._server(offers, stack) for offers in self.offers]
+        self.catalogue = self._offers()
+        self.catalogue.refer_to([_address(server) for server in self.servers])
+        self.driver = self._server(self.catalogue, stack)
+        self.ranks = [
+            ShardPublisher(
+                self.repository,
+                codec=CountCodec(),
+                rank=rank,
+                num_ranks=NUM_RANKS,
+                shares=shares,
+                offers=offers,
+            )
+            for rank, offers in enumerate(self.offers)
+        ]
+        self.coordinator = stack.enter_context(
+            ShardCoordinator(
+                self.repository,
+                codec=CountCodec(),
+                num_ranks=NUM_RANKS,
+                shares=shares,
+                anchor_every=4,
+            )
+        )
+        self._stack = stack
+
+    def publish(self, version: int) -> None:
+        tensors = STATES[version]
+        reports = [r.encode(self.shares.take(tensors, i)) for i, r in enumerate(self.ranks)]
+        ticket = self.coordinator.begin(reports, version=version)
+        info = self.coordinator.commit([rank.write(ticket) for rank in self.ranks])
+        for rank in self.ranks:
+            rank.acknowledge(info)
+        delta = info.record.delta
+        cut = self.shares if delta is not None and delta.shares_digest else None
+        self.catalogue.add(Offer(info=info, payload=None, shares=cut))
+
+    def source(self) -> DirectSource:
+        made = DirectSource(_address(self.driver), token=TOKEN, timeout_seconds=2.0)
+        self._stack.callback(made.close)
+        return made
+
+    def reopened(self) -> PolicyRepository:
+        return PolicyRepository.open(self.repository.location, read_only=True)
+
+    def _offers(self) -> Offers:
+        return Offers(store=self.repository.identity, branch="main")
+
+    def _server(self, offers: Offers, stack: ExitStack) -> WeightServer:
+        return stack.enter_context(WeightServer(offers, token=TOKEN))
+
+
+def _address(server: WeightServer) -> Address:
+    return Address(host="127.0.0.1", port=server.port)
+
+
+@contextmanager
+def rank_cluster(path: Path, kind: str) -> Iterator[RankCluster]:
+    with ExitStack() as stack:
+        yield RankCluster(path, SHARES[kind], stack)
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_a_receiver_of_everything_takes_each_share_from_its_rank(tmp_path: Path, kind: str) -> None:
+    with rank_cluster(tmp_path / "s", kind) as cluster:
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=cluster.source())
+        receiver.activate(receiver.stage(0))
+        assert receiver.num_fallbacks == 1
+        for version in range(1, len(STATES)):
+            cluster.publish(version)
+            if version in (2, 3):
+                continue
+            staged = receiver.stage(version)
+            assert staged.direct, receiver.last_fallback
+            assert same(receiver.activate(staged).tensors, STATES[version])
+        assert (receiver.num_fallbacks, receiver.num_heals) == (1, 0)
+
+
+def test_a_rank_that_is_gone_leaves_the_store(tmp_path: Path) -> None:
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=cluster.source())
+        receiver.activate(receiver.stage(0))
+        cluster.publish(1)
+        cluster.servers[1].close()
+        staged = receiver.stage(1)
+        assert not staged.direct
+        assert same(receiver.activate(staged).tensors, STATES[1])
+
+
+def test_a_server_rank_asks_only_the_ranks_of_its_plan(tmp_path: Path) -> None:
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        cluster.publish(1)
+        serve = cluster.shares.layout(SPECS)
+        server = ShareSubscriber(
+            cluster.reopened(), codecs=codecs(), serve=serve, rank=2, source=cluster.source()
+        )
+        server.update()
+        assert {copy.source_rank for copy in server.plan} == {2}
+        for rank in (0, 1):
+            cluster.servers[rank].close()
+        for version in range(2, len(STATES)):
+            cluster.publish(version)
+            assert server.update().version == version
+            check_share(server, cluster.shares, STATES[version], rank=2)
+        assert server.num_fallbacks == 0
+
+
+def test_a_share_that_is_not_the_committed_one_comes_from_the_store(tmp_path: Path) -> None:
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        cluster.publish(1)
+        serve = cluster.shares.layout(SPECS)
+        server = ShareSubscriber(
+            cluster.reopened(), codecs=codecs(), serve=serve, rank=0, source=cluster.source()
+        )
+        server.update()
+        cluster.publish(2)
+        others = [_address(cluster.servers[rank]) for rank in (1, 0, 2)]
+        cluster.catalogue.refer_to(others)
+        assert server.update().version == 2
+        assert server.num_fallbacks == 1
+        check_share(server, cluster.shares, STATES[2], rank=0)
+
+
+def check_share(
+    server: ShareSubscriber, shares: Shares, state: PolicyTensors, *, rank: int
+) -> None:
+    expected = shares.take(state, rank).bits
+    found = server.blocks()
+    assert found.keys() == expected.keys()
+    for name, block in expected.items():
+        np.testing.assert_array_equal(found[name], block)
