@@ -148,12 +148,11 @@ def check_target(folded: Folded, info: CommitInfo, *, shares: Shares | None = No
     _check_digests(folded.tensors.specs, found, info)
 
 
-def check_tensors(tensors: PolicyTensors, info: CommitInfo) -> None:
-    """Compare whole tensors with the committed digests of a version whose tensors are not cut.
-
-    Raises `IntegrityError` (DIGEST_MISMATCH) naming the first tensor that differs.
-    """
-    found = {spec.name: tensor_digest(tensors.bits[spec.name]) for spec in tensors.specs}
+def check_tensors(
+    tensors: PolicyTensors, info: CommitInfo, *, shares: Shares | None = None
+) -> None:
+    """Compare whole tensors with the committed digests; otherwise as `check_target`."""
+    found = {s.name: _digest(tensors.bits[s.name], s, shares) for s in tensors.specs}
     _check_digests(tensors.specs, found, info)
 
 
@@ -298,6 +297,10 @@ def _target_digest(folded: Folded, spec: TensorSpec, shares: Shares | None) -> s
         scratch: dict[str, BitArray] = {spec.name: array.copy()}
         apply_changes(scratch, {spec.name: change})
         array = scratch[spec.name]
+    return _digest(array, spec, shares)
+
+
+def _digest(array: BitArray, spec: TensorSpec, shares: Shares | None) -> str:
     if shares is None or not shares.is_cut(spec.name):
         return tensor_digest(array)
     return cut_digest(array, shares.pieces[spec.name])

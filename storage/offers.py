@@ -52,11 +52,20 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The way to a version: deltas onto what the receiver holds, or onto an anchor's tensors."""
+    """The way to a version: deltas onto what the receiver holds, or onto an anchor.
+
+    `tensors` are the anchor's, None where there is no anchor or the trainer's ranks have it.
+    """
 
     target: CommitInfo
-    anchor: PolicyTensors | None
+    anchor: Offer | None
+    tensors: PolicyTensors | None
     deltas: tuple[Offer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        anchor = self.anchor.info.dense_bytes if self.anchor is not None else 0
+        return anchor + sum(offer.info.payload_bytes for offer in self.deltas)
 
 
 class Offers:
@@ -72,7 +81,7 @@ class Offers:
         self._keep_last = keep_last
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
-        self._anchor: tuple[str, PolicyTensors] | None = None
+        self._anchor: tuple[Offer, PolicyTensors | None] | None = None
         self._ranks: tuple[Address, ...] = ()
 
     @property
@@ -91,7 +100,8 @@ class Offers:
             return self._offers[-1].info.version if known else -1
 
     def add(self, offer: Offer, *, anchor: PolicyTensors | None = None) -> None:
-        """Offer a version that was just committed; `anchor` are its tensors if it is one.
+        """Offer a version that was just committed; `anchor` are its tensors if it is one, absent
+        where the trainer's ranks have them.
 
         One that does not follow the version before takes the place of all others.
         """
@@ -101,7 +111,7 @@ class Offers:
                 self._offers, self._anchor = [], None
             self._offers.append(offer)
             if offer.info.is_anchor:
-                self._anchor = (offer.info.snapshot_id, anchor) if anchor else None
+                self._anchor = (offer, anchor) if anchor or self._ranks else None
             self._drop_oldest(offer.info.dense_bytes)
 
     def select(self, wanted: Wanted) -> Selected:
@@ -115,11 +125,19 @@ class Offers:
             place = self._place_of(wanted)
             target = self._offers[place].info
             if target.snapshot_id == wanted.base:
-                return Selected(target=target, anchor=None, deltas=())
+                return Selected(target=target, anchor=None, tensors=None, deltas=())
             ways = [way for way in (self._chain(wanted.base, place), self._whole(place)) if way]
         if not ways:
             raise not_offered(f"nothing leads to version {target.version} from {wanted.base!r}")
-        return min(ways, key=_bytes_of)
+        return min(ways, key=lambda way: way.num_bytes)
+
+    def anchor(self, snapshot_id: str) -> PolicyTensors:
+        """The tensors of the anchor that is held. Raises `NotFoundError` (NOT_OFFERED)."""
+        with self._lock:
+            offer, tensors = self._anchor or (None, None)
+        if offer is None or tensors is None or offer.info.snapshot_id != snapshot_id:
+            raise not_offered("the anchor is not kept")
+        return tensors
 
     def payloads(self, snapshot_ids: Sequence[str]) -> list[bytes]:
         """The deltas of some versions. Raises `NotFoundError` (NOT_OFFERED)."""
@@ -144,23 +162,30 @@ class Offers:
         starts = [offer.info.parent_snapshot_id for offer in self._offers[: place + 1]]
         if not base or base not in starts:
             return None
-        return self._from(starts.index(base), place, anchor=None)
+        return self._from(starts.index(base), place)
 
     def _whole(self, place: int) -> Selected | None:
         """The anchor's tensors, and the deltas since."""
         if self._anchor is None:
             return None
-        snapshot_id, tensors = self._anchor
-        ids = [offer.info.snapshot_id for offer in self._offers[: place + 1]]
-        if snapshot_id not in ids:
+        anchor, tensors = self._anchor
+        if anchor not in self._offers[: place + 1]:
             return None
-        return self._from(ids.index(snapshot_id) + 1, place, anchor=tensors)
+        return self._from(self._offers.index(anchor) + 1, place, anchor=anchor, tensors=tensors)
 
-    def _from(self, first: int, place: int, *, anchor: PolicyTensors | None) -> Selected | None:
+    def _from(
+        self,
+        first: int,
+        place: int,
+        *,
+        anchor: Offer | None = None,
+        tensors: PolicyTensors | None = None,
+    ) -> Selected | None:
         deltas = tuple(self._offers[first : place + 1])
         if any(offer.info.record.delta is None for offer in deltas):
             return None
-        return Selected(target=self._offers[place].info, anchor=anchor, deltas=deltas)
+        target = self._offers[place].info
+        return Selected(target=target, anchor=anchor, tensors=tensors, deltas=deltas)
 
     def _drop_oldest(self, dense_bytes: int) -> None:
         limit = dense_bytes if self._max_bytes is None else self._max_bytes
@@ -170,8 +195,7 @@ class Offers:
         while excess > 0 and count < len(sizes) - self._keep_last:
             excess -= sizes[count]
             count += 1
-        gone = {offer.info.snapshot_id for offer in self._offers[:count]}
-        del self._offers[:count]
+        gone, self._offers = self._offers[:count], self._offers[count:]
         if self._anchor is not None and self._anchor[0] in gone:
             self._anchor = None
 
@@ -179,8 +203,3 @@ class Offers:
 def not_offered(reason: str) -> NotFoundError:
     """The error for a version that has to come from the store."""
     return NotFoundError(f"not offered directly: {reason}.", code=ErrorCode.NOT_OFFERED)
-
-
-def _bytes_of(way: Selected) -> int:
-    anchor = way.anchor.num_bytes if way.anchor is not None else 0
-    return anchor + sum(offer.info.payload_bytes for offer in way.deltas)

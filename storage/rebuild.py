@@ -256,14 +256,20 @@ def open_anchor(
 
 
 def followed(
-    anchor: PolicyTensors, links: Sequence[Link], info: CommitInfo, codecs: CodecLookup
+    anchor: PolicyTensors,
+    links: Sequence[Link],
+    info: CommitInfo,
+    codecs: CodecLookup,
+    *,
+    shares: Shares | None = None,
 ) -> Rebuilt:
     """The version at the end of a chain, made in the anchor's arrays and verified.
 
-    Raises as `chain.fold` and `chain.check_target`.
+    `shares` are those of an anchor that is cut and not verified yet. Raises as `chain.fold` and
+    `chain.check_target`.
     """
     if not links:
-        check_tensors(anchor, info)
+        check_tensors(anchor, info, shares=shares)
         return Rebuilt(tensors=anchor, state=None, num_bytes=anchor.num_bytes)
     fetched = anchor.num_bytes + sum(link.num_bytes for link in links)
     folded = fold(anchor, links, state=None, codecs=codecs, owned=True)

@@ -107,7 +107,7 @@ class ShardPublisher:
         """Starts at the branch's head, of which it keeps its own share.
 
         `shares` say who has which rows; None gives every tensor whole to the rank that
-        `assign_owners` names. `offers` are given this rank's delta of each version that is
+        `assign_owners` names. `offers` are given this rank's share of each version that is
         acknowledged. Raises `InputError` for fewer than two ranks: that is `Publisher`'s work.
         """
         if num_ranks < 2 or not 0 <= rank < num_ranks:
@@ -184,7 +184,8 @@ class ShardPublisher:
         staged = self._encoded()
         tensors, changes = staged.tensors, staged.changes
         if self._offers is not None:
-            self._offers.add(Offer(info=info, payload=staged.payload))
+            anchor = tensors if info.is_anchor else None
+            self._offers.add(Offer(info=info, payload=staged.payload), anchor=anchor)
         if info.is_anchor:
             self._history = self._codec.start_history(tensors.specs)
         else:

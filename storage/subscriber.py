@@ -277,7 +277,7 @@ class Subscriber:
         """A version staged from what its publisher gave. Raises `StorageError`."""
         target, links = fetched.target, list(fetched.links)
         if fetched.anchor is not None:
-            whole = followed(fetched.anchor, links, target, self._codecs)
+            whole = followed(fetched.anchor, links, target, self._codecs, shares=fetched.shares)
             return self._staged_whole(target, whole, direct=True)
         if links:
             return self._follow_links(target, self._held_tensors(), links, direct=True)

@@ -4,13 +4,16 @@ Requests and answers are frames of `weight_wire`. Requests:
 
     {"ask": "head", "store", "branch"}                              -> {"head": version or -1}
     {"ask": "version", "store", "branch", "version", "minimum", "base"}
-        -> {"target": version, "deltas": [version + "shares", "held"], "specs", "ranks"}
-           parts: the anchor's tensors in the order of specs, then the deltas that are held
+        -> {"target": version, "deltas": [version + "shares", "held"], "anchor", "ranks"}
+           parts: the anchor's tensors in the order of its "specs", then the deltas that are held
+    {"ask": "anchor", "snapshot": id}                               -> {"specs"}, parts: tensors
     {"ask": "deltas", "snapshots": [id, ...]}                       -> parts: their deltas
     {"ask": "ranks"}                                                -> {"ranks"}
 
-"ranks" are the hosts and ports of the trainer's ranks, in their order, where each has the deltas
-of its own share, which are not "held" here; none where one publisher has all.
+"anchor" is null, or "specs" of the tensors that the deltas go onto, or, with "specs" null, the
+"snapshot_id" and "shares" of an anchor that the ranks have. "ranks" are the hosts and ports of the
+trainer's ranks, in their order, where each has what is of its own share; none where one publisher
+has all.
 
 A version is `{"snapshot_id", "record"}`, the record as text. What cannot be given is answered
 with `{"error": words, "code": code}`, and the connection goes on.
@@ -24,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
+from .bits import PolicyTensors
 from .errors import ErrorCode, InputError, StorageError
 from .offers import Offer, Offers, Selected, Wanted
 from .records import CommitInfo, record_to_text
@@ -130,6 +134,9 @@ class WeightServer:
                     return self._version(_wanted(request))
                 case "deltas":
                     return {}, self._offers.payloads(list(request["snapshots"]))
+                case "anchor":
+                    tensors = self._offers.anchor(str(request["snapshot"]))
+                    return {"specs": _specs(tensors)}, _tensor_parts(tensors)
                 case "ranks":
                     return {"ranks": self._ranks()}, ()
                 case other:
@@ -142,11 +149,10 @@ class WeightServer:
 
     def _version(self, wanted: Wanted) -> tuple[Mapping[str, Any], Sequence[Part]]:
         selected = self._offers.select(wanted)
-        anchor = selected.anchor
         header = {
             "target": _version_json(selected.target),
             "deltas": [_delta_json(offer) for offer in selected.deltas],
-            "specs": [spec.to_json() for spec in anchor.specs] if anchor else None,
+            "anchor": _anchor_json(selected),
             "ranks": self._ranks(),
         }
         return header, _parts(selected)
@@ -167,9 +173,27 @@ def _wanted(request: Mapping[str, Any]) -> Wanted:
 
 
 def _parts(selected: Selected) -> list[Part]:
-    anchor = selected.anchor
-    tensors: list[Part] = [anchor.bits[spec.name] for spec in anchor.specs] if anchor else []
+    tensors = _tensor_parts(selected.tensors) if selected.tensors is not None else []
     return tensors + [o.payload for o in selected.deltas if o.payload is not None]
+
+
+def _tensor_parts(tensors: PolicyTensors) -> list[Part]:
+    return [tensors.bits[spec.name] for spec in tensors.specs]
+
+
+def _specs(tensors: PolicyTensors) -> list[Any]:
+    return [spec.to_json() for spec in tensors.specs]
+
+
+def _anchor_json(selected: Selected) -> dict[str, Any] | None:
+    anchor = selected.anchor
+    if anchor is None:
+        return None
+    return {
+        "snapshot_id": anchor.info.snapshot_id,
+        "shares": anchor.shares.to_json() if anchor.shares is not None else None,
+        "specs": _specs(selected.tensors) if selected.tensors is not None else None,
+    }
 
 
 def _version_json(info: CommitInfo) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from .bits import PolicyTensors, TensorSpec, uint_dtype
 from .chain import Link, check_link
 from .errors import BackendError, ErrorCode, IntegrityError, NotFoundError, SequenceError
 from .offers import Address, Wanted, not_offered
 from .records import CommitInfo, record_from_text
 from .sharded_codec import combine_digests, frame_payloads
-from .shares import shares_from_json
+from .shares import Shares, shares_from_json
 from .transaction import pack_payload
 from .weight_wire import Parts, Wire, failed
 
@@ -36,10 +38,12 @@ LoadDigests = Callable[[str], Mapping[str, str]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
     """The way to a version: links onto what the receiver holds, or onto `anchor`, which is the
-    receiver's own. Neither: the receiver is there already."""
+    receiver's own, published in `shares` if its tensors are cut. Neither: the receiver is there
+    already."""
 
     target: CommitInfo
     anchor: PolicyTensors | None
+    shares: Shares | None
     links: tuple[Link, ...]
 
     @property
@@ -114,7 +118,7 @@ class DirectSource:
         try:
             target = _info(header["target"], load_digests)
             _check_wanted(target, wanted)
-            anchor = _take_anchor(header["specs"], parts)
+            anchor, shares = self._anchor(header, parts)
             payloads = self._payloads(header, parts)
             own = anchor.specs if anchor is not None else specs
             links = [
@@ -124,7 +128,7 @@ class DirectSource:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise failed(f"the answer makes no sense ({error})") from error
         _check_chain(links, target, base=base if anchor is None else None)
-        return Fetched(target=target, anchor=anchor, links=tuple(links))
+        return Fetched(target=target, anchor=anchor, shares=shares, links=tuple(links))
 
     def deltas(self, snapshot_ids: Sequence[str], *, rank: int) -> list[bytes]:
         """The deltas of one rank's share, from the rank itself. Raises `StorageError`."""
@@ -139,6 +143,23 @@ class DirectSource:
         wires, self._wires = self._wires, {}
         for wire in wires.values():
             wire.close()
+
+    def _anchor(
+        self, header: Mapping[str, Any], parts: Parts
+    ) -> tuple[PolicyTensors | None, Shares | None]:
+        """The anchor to start from, from those who hold it, and its shares if it is cut."""
+        tree = header["anchor"]
+        if tree is None:
+            return None, None
+        if tree["specs"] is not None:
+            return _take_tensors(tree["specs"], parts), None
+        request = {"ask": "anchor", "snapshot": tree["snapshot_id"]}
+        answers = [self._ask(request, of=rank) for rank in _addresses(header)]
+        by_rank = [_take_tensors(found["specs"], own) for found, own in answers]
+        joined = _joined(by_rank, tree["shares"])
+        if tree["shares"] is None:
+            return joined, None
+        return joined, shares_from_json(tree["shares"], joined.specs, where=_WHERE)
 
     def _payloads(self, header: Mapping[str, Any], parts: Parts) -> list[list[bytes]]:
         """The payloads of each delta, one or one a rank, from those who hold them."""
@@ -234,15 +255,25 @@ def _check_wanted(target: CommitInfo, wanted: Wanted) -> None:
         raise failed(f"version {target.version} came, {wanted.version} was asked for")
 
 
-def _take_anchor(specs: Sequence[Any] | None, parts: Parts) -> PolicyTensors | None:
+def _take_tensors(specs: Sequence[Any], parts: Parts) -> PolicyTensors:
     """The tensors that the first parts are, in the parts' own memory."""
-    if specs is None:
-        return None
     found = tuple(TensorSpec.from_json(spec) for spec in specs)
     bits = {
         spec.name: parts.pop(0).view(uint_dtype(spec.dtype)).reshape(spec.shape) for spec in found
     }
     return PolicyTensors(specs=found, bits=bits)
+
+
+def _joined(by_rank: Sequence[PolicyTensors], shares: Any) -> PolicyTensors:
+    """Whole tensors of those that each rank has, in the order of their rows."""
+    bits, dtypes = {}, {spec.name: spec.dtype for part in by_rank for spec in part.specs}
+    for name in dtypes:
+        holders = [rank for rank, part in enumerate(by_rank) if name in part.bits]
+        if shares is not None:
+            holders = [rank for rank, _, _ in shares["pieces"][name]]
+        pieces = [by_rank[rank].bits[name] for rank in holders]
+        bits[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return PolicyTensors.from_bits(bits, dtypes=dtypes)
 
 
 def _link(

@@ -19,11 +19,13 @@ from deltaloom.storage.weight_source import DirectSource
 
 from .direct_support import TOKEN
 from .storage_support import CountCodec, codecs, history_of, make_store, same
+from .test_storage_row_shares import uneven_shares
 
 NUM_RANKS = 3
 STATES = history_of(8)
 SPECS = STATES[0].specs
 SHARES = {
+    "uneven": uneven_shares(),
     "rows": row_shares(SPECS, num_ranks=NUM_RANKS),
     "whole": whole_tensors(SPECS, num_ranks=NUM_RANKS),
 }
@@ -112,6 +114,24 @@ def test_a_receiver_of_everything_takes_each_share_from_its_rank(tmp_path: Path,
             assert staged.direct, receiver.last_fallback
             assert same(receiver.activate(staged).tensors, STATES[version])
         assert (receiver.num_fallbacks, receiver.num_heals) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("version", [4, 5])
+def test_who_joins_late_takes_the_anchor_from_all_ranks(
+    tmp_path: Path, kind: str, version: int
+) -> None:
+    with rank_cluster(tmp_path / "s", kind) as cluster:
+        for number in range(1, version + 1):
+            cluster.publish(number)
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=cluster.source())
+        staged = receiver.stage()
+        assert (staged.direct, staged.source) == (True, "anchor"), receiver.last_fallback
+        assert same(receiver.activate(staged).tensors, STATES[version])
+        cluster.publish(version + 1)
+        staged = receiver.stage()
+        assert (staged.direct, staged.source) == (True, "delta"), receiver.last_fallback
+        assert same(receiver.activate(staged).tensors, STATES[version + 1])
 
 
 def test_a_rank_that_is_gone_leaves_the_store(tmp_path: Path) -> None:
