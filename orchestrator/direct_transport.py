@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import RunError, RunErrorCode
@@ -33,7 +33,7 @@ class OfferingOptions:
     itself. `local` says that all workers are on it. At least `keep_last` versions are kept.
     """
 
-    token: bytes
+    token: bytes = field(repr=False)
     machine: str
     host: str
     local: bool

@@ -28,7 +28,7 @@ class WorkerBootstrap:
     branch: str
     run_dir: str
     num_threads: int
-    offering: Mapping[str, Any] = field(default_factory=dict)
+    offering: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Address:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offer:
     """A committed version and the delta that leads to it.
 

@@ -50,7 +50,7 @@ class WeightServer:
         token: bytes,
         host: str = "127.0.0.1",
         timeout_seconds: float = 10.0,
-        max_connections: int = 256,
+        max_connections: int = 512,
     ) -> None:
         """Listens on `host`, on all addresses if it is empty, at a free port.
 

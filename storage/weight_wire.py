@@ -114,8 +114,7 @@ class Wire:
         number = _NUMBER.pack(self._num_received)
         self._num_received += 1
         self._compare(_code(self._receive_key, number, start))
-        header: dict[str, Any] = json.loads(start[_PREFIX.size :])
-        sizes = header.pop("parts")
+        header, sizes = _parsed(start[_PREFIX.size :])
         if sum(sizes) != num_body:
             raise failed("a frame's parts do not add up")
         return header, self._body(number, sizes)
@@ -146,6 +145,18 @@ def failed(reason: str) -> BackendError:
     return BackendError(
         f"weights could not be had directly: {reason}.", code=ErrorCode.DIRECT_UNAVAILABLE
     )
+
+
+def _parsed(text: bytes) -> tuple[dict[str, Any], list[int]]:
+    """A header without the sizes of its parts, and the sizes."""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        sizes = [int(size) for size in header.pop("parts")]
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise failed("a frame's header makes no sense") from error
+    if any(size < 0 for size in sizes):
+        raise failed("a frame's parts do not add up")
+    return header, sizes
 
 
 def _code(key: bytes, *pieces: bytes) -> bytes:

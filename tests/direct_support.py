@@ -30,7 +30,7 @@ class Offering:
         self.publisher = Publisher(
             self.repository, codec=CountCodec(), anchor_every=anchor_every, offers=self.offers
         )
-        self.server = WeightServer(self.offers, token=TOKEN, timeout_seconds=5.0)
+        self.server = WeightServer(self.offers, token=TOKEN, timeout_seconds=30.0)
         self._sources: list[DirectSource] = []
 
     def publish(self, states: list[PolicyTensors]) -> None:
@@ -49,7 +49,7 @@ class Offering:
         *,
         token: bytes = TOKEN,
         address: Address | None = None,
-        timeout_seconds: float = 2.0,
+        timeout_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> DirectSource:
         """A source that is closed with the rest."""

@@ -14,7 +14,7 @@ from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 
-from .resume_support import resume, start, task_lines
+from .resume_support import killed_at, resume, start, task_lines
 from .run_support import deltaloom, tiny_pipeline
 from .test_shared_publishing import TWO_SHARES
 
@@ -185,6 +185,19 @@ def test_ranks_hand_their_own_shares_to_workers(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, train='trainer="two-shares"', publish=DIRECT)
     with pytest.raises(ConfigError, match="do not offer them"):
         start(pipeline, tmp_path / "refused", plugins_dir=plugins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["written", "committed"])
+def test_a_killed_run_resumes_to_the_same_run(
+    through_store: Path, tmp_path: Path, point: str
+) -> None:
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
+    run_dir = tmp_path / "run"
+    killed_at(point, 4, run_dir=run_dir, pipeline=pipeline, steps=NUM_STEPS)
+    resume(run_dir)
+    assert_identical(run_dir, through_store)
+    assert counted(run_dir)[0] > 0
 
 
 @pytest.mark.slow

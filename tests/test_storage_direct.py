@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,17 @@ def test_a_malformed_request_is_answered_and_the_connection_goes_on(offered: Off
         assert wire.receive() == ({"head": 9}, [])
 
 
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"parts": [-1, 1]}', b'{"parts": [7]}', b"{}"])
+def test_a_frame_that_makes_no_sense_ends_the_connection(offered: Offering, text: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", offered.server.port), timeout=10) as link:
+        wire = Wire.taken(link, token=TOKEN, timeout_seconds=5)
+        start = struct.pack("<IQ", len(text), 0) + text
+        code = hashlib.blake2b(bytes(8) + start, key=wire._send_key, digest_size=32)
+        link.sendall(start + code.digest())
+        assert link.recv(1) == b""
+    assert offered.receiver().stage(9).direct
+
+
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_damage_on_the_way_gives_other_bits(offered: Offering, data: st.DataObject) -> None:
@@ -198,24 +211,40 @@ def test_a_server_that_is_gone_costs_nothing_but_the_way_round(tmp_path: Path) -
         assert same(receiver.activate(staged).tensors, STATES[2])
 
 
-def test_a_receiver_that_takes_nothing_is_let_go_and_others_are_served(tmp_path: Path) -> None:
-    with (
-        offering(tmp_path / "s", STATES[:1]) as made,
-        WeightServer(made.offers, token=TOKEN, timeout_seconds=0.3) as server,
-        socket.socket() as slow,
-    ):
+@contextmanager
+def stuck_receiver(made: Offering, server: WeightServer) -> Iterator[threading.Thread]:
+    """The server's thread for a receiver that asks for far more than it takes."""
+    with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", server.port))
-        wire = Wire.taken(slow, token=TOKEN, timeout_seconds=5)
+        wire = Wire.taken(slow, token=TOKEN, timeout_seconds=30)
         (thread,) = server._links.values()
         request = {"store": made.repository.identity, "branch": "main", "base": ""}
         with suppress(BackendError):
             for _ in range(400):
                 wire.send({"ask": "version", "version": 0, "minimum": 0, **request})
-        address = Address(host="127.0.0.1", port=server.port)
-        assert made.receiver(made.source(address=address)).stage(0).direct
+        yield thread
+
+
+def test_a_receiver_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
+    with (
+        offering(tmp_path / "s", STATES[:1]) as made,
+        WeightServer(made.offers, token=TOKEN, timeout_seconds=1.0) as server,
+        stuck_receiver(made, server) as thread,
+    ):
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_receiver_that_takes_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with (
+        offering(tmp_path / "s", STATES[:1]) as made,
+        WeightServer(made.offers, token=TOKEN, timeout_seconds=60.0) as server,
+        stuck_receiver(made, server) as thread,
+    ):
+        address = Address(host="127.0.0.1", port=server.port)
+        assert made.receiver(made.source(address=address)).stage(0).direct
+        assert thread.is_alive()
 
 
 def test_too_many_receivers_are_turned_away(offered: Offering) -> None:

@@ -76,7 +76,7 @@ class RankCluster:
         self.catalogue.add(Offer(info=info, payload=None, shares=cut))
 
     def source(self) -> DirectSource:
-        made = DirectSource(_address(self.driver), token=TOKEN, timeout_seconds=2.0)
+        made = DirectSource(_address(self.driver), token=TOKEN, timeout_seconds=30.0)
         self._stack.callback(made.close)
         return made
 
