@@ -69,6 +69,23 @@ def test_a_receiver_follows_every_version_through_anchors(tmp_path: Path) -> Non
             assert same(receiver.activate(staged).tensors, STATES[version])
 
 
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(path=st.lists(st.integers(0, 9), min_size=1, max_size=6), double_buffered=st.booleans())
+def test_any_way_through_versions_gives_their_bits(
+    offered: Offering, path: list[int], double_buffered: bool
+) -> None:
+    receiver = Subscriber(
+        PolicyRepository.open(offered.repository.location, read_only=True),
+        codecs=codecs(),
+        double_buffered=double_buffered,
+        source=offered.source(),
+    )
+    for version in path:
+        staged = receiver.stage(version)
+        assert same(receiver.activate(staged).tensors, STATES[version])
+        assert staged.info.tensor_digests == offered.repository.info(version).tensor_digests
+
+
 def test_a_version_that_is_not_offered_comes_from_the_store(offered: Offering) -> None:
     receiver = offered.receiver()
     staged = receiver.stage(3)
