@@ -21,10 +21,15 @@ from .browser_support import (
     open_page,
     wait_until,
 )
+from .resume_support import copy_run
 from .run_support import REPOSITORY, deltaloom
+from .test_review import fill_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 DOCS = REPOSITORY / "docs"
+LOOKS = pytest.mark.parametrize(
+    ("width", "dark"), [(1280, False), (1280, True), (400, False), (400, True)]
+)
 CONTRAST = 4.5
 """WCAG 2.1, level AA, for text."""
 
@@ -74,6 +79,22 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def reviewed(seen_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that two people reviewed, one as the reward does and one the other way round."""
+    folder = tmp_path_factory.mktemp("reviewed")
+    run = copy_run(seen_run, folder / "run")
+    for by, favour_low in (("ann", False), ("ben", True)):
+        sheet = folder / f"{by}.jsonl"
+        made = deltaloom("review", run, "export", "--branch", "main", "--out", sheet)
+        assert made.status == 0, made.err
+        fill_in(sheet, by=by, favour_low=favour_low)
+        taken = deltaloom("review", run, "import", sheet)
+        assert taken.status == 0, taken.err
+    assert deltaloom("report", run, "--branch", "main").status == 0
+    return run
+
+
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     with chromium(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
@@ -89,17 +110,9 @@ def drawn_points(browser: Chrome) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("width", "dark"), [(1280, False), (1280, True), (400, False), (400, True)]
-)
-def test_everything_is_drawn_and_legible(
-    browser: Chrome, demo: Path, width: int, dark: bool
-) -> None:
-    open_page(browser, demo, width=width, dark=dark)
-    draw_everything(browser)
+def assert_legible(browser: Chrome) -> None:
+    """Nothing is complained of, too wide, too pale or too small."""
     assert console_faults(browser) == []
-    points = drawn_points(browser)
-    assert (min(points) >= 2, max(points)) == (True, 30)
     inner = browser.execute_script(
         "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
@@ -111,6 +124,17 @@ def test_everything_is_drawn_and_legible(
         ".map((n) => parseFloat(getComputedStyle(n).fontSize))"
     )
     assert min(sizes) >= 11
+
+
+@LOOKS
+def test_everything_is_drawn_and_legible(
+    browser: Chrome, demo: Path, width: int, dark: bool
+) -> None:
+    open_page(browser, demo, width=width, dark=dark)
+    draw_everything(browser)
+    points = drawn_points(browser)
+    assert (min(points) >= 2, max(points)) == (True, 30)
+    assert_legible(browser)
     choose(browser, version=4, group=3)
     name = f"{'dark' if dark else 'light'}-{width}"
     for section in ("curves", "rollouts", "timeline") if width == 1280 else ("rollouts",):
@@ -210,6 +234,49 @@ def test_a_filter_leaves_the_rollouts_of_a_kind(browser: Chrome, seen_run: Path)
         "return [...document.querySelectorAll('.rollout')].map((row) => row.textContent)"
     )
     assert all("invalid: first token divisible by three" in text for text in told)
+    assert console_faults(browser) == []
+
+
+def review_tables(browser: Chrome) -> list[list[list[str]]]:
+    """The rows of the tables of reviews, as they are read, without their heads."""
+    tables: list[list[list[str]]] = browser.execute_script(
+        "return [...document.querySelectorAll('#reviews tbody')].map((body) =>"
+        " [...body.rows].map((row) => [...row.cells].map((cell) => cell.innerText)))"
+    )
+    return tables
+
+
+@LOOKS
+def test_reviews_are_told_and_legible(
+    browser: Chrome, reviewed: Path, width: int, dark: bool
+) -> None:
+    summary = deltaloom("review", reviewed, "--json").json
+    open_page(browser, reviewed / "report.html", width=width, dark=dark)
+    assert_legible(browser)
+    link = "return document.querySelector('nav a[href=\"#reviews\"]').innerText"
+    assert browser.execute_script(link) == "Reviews"
+    agreement, reviewers, vetoed = review_tables(browser)
+    assert len(agreement) > 2
+    assert all(figure and of for _, figure, of in agreement)
+    assert [row[0] for row in reviewers] == ["ann", "ben"]
+    assert [row[6] for row in reviewers] == ["1", "0"]
+    told = [(str(v["version"]), v["group"], str(v["rollout"])) for v in summary["vetoed"]]
+    assert [tuple(row[:3]) for row in vetoed] == told
+    assert {row[5] for row in vetoed} == {"not like this"}
+
+
+def test_a_verdict_stands_beside_its_rollout(browser: Chrome, reviewed: Path) -> None:
+    veto = deltaloom("review", reviewed, "--json").json["vetoed"][0]
+    open_page(browser, reviewed / "report.html", width=1280)
+    group = int(veto["group"].rpartition("/")[2])
+    choose(browser, version=veto["version"] - 1, group=group)
+    beside = browser.execute_script(
+        "return [...document.querySelectorAll(`#rollout-${arguments[0]} .review`)]"
+        ".map((words) => words.innerText)",
+        veto["rollout"],
+    )
+    assert [words[:5] for words in beside] == ["ann: ", "ben: "]
+    assert all("veto" in words and "not like this" in words for words in beside)
     assert console_faults(browser) == []
 
 
