@@ -1,9 +1,10 @@
 """How large the report of a long run is, and how soon it is open.
 
 `python -m benchmarks.report [--versions 2000] [--json] [--quick]`: a made-up run of the quick
-start's size (32 prompts x 16 rollouts x 5 tokens a version) with a line for every task. Timed are
-reading the run, writing the page, and, where chromium is installed, opening it from disk until its
-script is done. The ratio compares reading and writing with reading the run's log alone.
+start's size (32 prompts x 16 rollouts x 5 tokens a version) with a line for every task, evaluated
+every ten versions, with a warning of the guard at each. Timed are reading the run, writing the
+page, and, where chromium is installed, opening it from disk until its script is done. The ratio
+compares reading and writing with reading the run's log alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from deltaloom.orchestrator.accounting import LedgerRow
 from deltaloom.orchestrator.batching import batch_to_columns, batch_values
+from deltaloom.orchestrator.interfaces import Finding
 from deltaloom.orchestrator.plugin_manager import create_plugins
 from deltaloom.orchestrator.report.collect import ReportSource, collect
 from deltaloom.orchestrator.report.page import render
@@ -28,11 +30,14 @@ from deltaloom.orchestrator.run_dir import RunDir, append_json_line
 from deltaloom.orchestrator.training import ledger_table
 from deltaloom.orchestrator.types import TrainBatch
 from deltaloom.plugins.codecs.raw import RawCodec, RawConfig
-from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher
+from deltaloom.storage import CommitInfo, PolicyRepository, PolicyTensors, Publisher
+from deltaloom.storage.attachments import write_attachment
 
 from ._report import write_result
 
 GROUPS, ROLLOUTS, TOKENS = 32, 16, 5
+EVALUATED_EVERY = 10
+RULE = "evaluate.score below=0.6 action=warn"
 START = 1_700_000_000.0
 CONFIG = {
     "pipeline": {"steps": 2000, "max_staleness": 1},
@@ -53,7 +58,10 @@ def make_run(folder: Path, *, versions: int) -> RunDir:
             bits = {name: array.copy() for name, array in bits.items()}
             for array in bits.values():
                 array[rng.integers(0, 256, 3)] += 1
-            _publish(publisher, PolicyTensors.from_bits(bits, dtypes=dtypes), version, rng)
+            policy = PolicyTensors.from_bits(bits, dtypes=dtypes)
+            info = _publish(publisher, policy, version, rng)
+            if version % EVALUATED_EVERY == 0:
+                _judge(repository, info)
             if version:
                 _journal(run_dir, version)
     return run_dir
@@ -61,22 +69,21 @@ def make_run(folder: Path, *, versions: int) -> RunDir:
 
 def _publish(
     publisher: Publisher, policy: PolicyTensors, version: int, rng: np.random.Generator
-) -> None:
+) -> CommitInfo:
     attributes: dict[str, Any] = {"accounting": _accounting(version), "config_digest": "made-up"}
     if version == 0:
-        publisher.publish(
+        return publisher.publish(
             policy,
             version=0,
             state=({}, {}),
             attributes={**attributes, "metrics": {}, "config": CONFIG, "environment": {}},
         )
-        return
     noise = rng.normal(size=8)
     names = ("reward", "entropy", "kl_rollout", "grad_norm", "length", "logprob_difference")
     metrics = {name: 1.0 + float(noise[at]) / 10 for at, name in enumerate(names)}
     metrics |= {"num_tokens": float(GROUPS * ROLLOUTS * TOKENS), "staleness": 1.0}
     batch = _batch(version, rng)
-    publisher.publish(
+    return publisher.publish(
         policy,
         version=version,
         tables={
@@ -94,6 +101,18 @@ def _publish(
             "changed": {"layers.mlp": 12},
         },
     )
+
+
+def _judge(repository: PolicyRepository, info: CommitInfo) -> None:
+    """Attach what an evaluation and the guard found."""
+    interval = [0.5, 0.4, 0.6]
+    result = {
+        **{"version": info.version, "score": interval, "pass_at": {"1": interval, "4": interval}},
+        **{"length": 5.0, "num_prompts": 64, "num_samples": 4, "num_invalid": 0, "reasons": {}},
+    }
+    finding = Finding(version=info.version, rule=RULE, action="warn", reason="as low as ever")
+    write_attachment(repository, info, "evaluation_evaluate", result)
+    write_attachment(repository, info, "guard", [finding.to_json()])
 
 
 def _batch(version: int, rng: np.random.Generator) -> TrainBatch:
