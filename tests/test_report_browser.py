@@ -23,6 +23,7 @@ from .browser_support import (
 )
 from .resume_support import copy_run
 from .run_support import REPOSITORY, deltaloom
+from .test_guard_runs import failing_pipeline
 from .test_review import fill_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -90,6 +91,17 @@ def reviewed(seen_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         fill_in(sheet, by=by, favour_low=favour_low)
         taken = deltaloom("review", run, "import", sheet)
         assert taken.status == 0, taken.err
+    assert deltaloom("report", run, "--branch", "main").status == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose every version is evaluated, and whose third the guard rolled back."""
+    folder = tmp_path_factory.mktemp("judged")
+    run = folder / "run"
+    done = deltaloom("run", failing_pipeline(folder, steps=3), "--run-dir", run)
+    assert done.status == 3, done.err
     assert deltaloom("report", run, "--branch", "main").status == 0
     return run
 
@@ -237,11 +249,12 @@ def test_a_filter_leaves_the_rollouts_of_a_kind(browser: Chrome, seen_run: Path)
     assert console_faults(browser) == []
 
 
-def review_tables(browser: Chrome) -> list[list[list[str]]]:
-    """The rows of the tables of reviews, as they are read, without their heads."""
+def tables_of(browser: Chrome, section: str) -> list[list[list[str]]]:
+    """The rows of a section's tables, as they are read, without their heads."""
     tables: list[list[list[str]]] = browser.execute_script(
-        "return [...document.querySelectorAll('#reviews tbody')].map((body) =>"
-        " [...body.rows].map((row) => [...row.cells].map((cell) => cell.innerText)))"
+        "return [...document.querySelectorAll(`#${arguments[0]} tbody`)].map((body) =>"
+        " [...body.rows].map((row) => [...row.cells].map((cell) => cell.innerText)))",
+        section,
     )
     return tables
 
@@ -255,7 +268,7 @@ def test_reviews_are_told_and_legible(
     assert_legible(browser)
     link = "return document.querySelector('nav a[href=\"#reviews\"]').innerText"
     assert browser.execute_script(link) == "Reviews"
-    agreement, reviewers, vetoed = review_tables(browser)
+    agreement, reviewers, vetoed = tables_of(browser, "reviews")
     assert len(agreement) > 2
     assert all(figure and of for _, figure, of in agreement)
     assert [row[0] for row in reviewers] == ["ann", "ben"]
@@ -263,6 +276,27 @@ def test_reviews_are_told_and_legible(
     told = [(str(v["version"]), v["group"], str(v["rollout"])) for v in summary["vetoed"]]
     assert [tuple(row[:3]) for row in vetoed] == told
     assert {row[5] for row in vetoed} == {"not like this"}
+
+
+@LOOKS
+def test_evaluations_and_findings_are_told_and_legible(
+    browser: Chrome, judged: Path, width: int, dark: bool
+) -> None:
+    log = deltaloom("log", judged, "--branch", "main", "--json").json
+    open_page(browser, judged / "report.html", width=width, dark=dark)
+    draw_everything(browser)
+    assert_legible(browser)
+    evaluations, findings = tables_of(browser, "quality")
+    assert [row[:3] for row in evaluations] == [
+        ["evaluate", str(line["version"]), f"{line['evaluations']['evaluate']['score'][0]:g}"]
+        for line in log
+    ]
+    (found,) = [finding for line in log for finding in line["guard"]]
+    assert findings == [["rollback", "3", found["reason"], found["rule"]]]
+    titles = browser.execute_script(
+        "return [...document.querySelectorAll('#charts figcaption')].map((t) => t.innerText)"
+    )
+    assert any("evaluate" in title for title in titles)
 
 
 def test_a_verdict_stands_beside_its_rollout(browser: Chrome, reviewed: Path) -> None:
