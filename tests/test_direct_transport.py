@@ -13,9 +13,11 @@ from deltaloom.orchestrator.direct_transport import RunOffering
 from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
+from deltaloom.orchestrator.run_dir import open_run
 
 from .resume_support import killed_at, resume, start, task_lines
 from .run_support import deltaloom, tiny_pipeline
+from .test_guard_runs import LYING
 from .test_shared_publishing import TWO_SHARES
 
 NUM_STEPS = 6
@@ -185,6 +187,25 @@ def test_ranks_hand_their_own_shares_to_workers(tmp_path: Path) -> None:
     pipeline = tiny_pipeline(tmp_path, train='trainer="two-shares"', publish=DIRECT)
     with pytest.raises(ConfigError, match="do not offer them"):
         start(pipeline, tmp_path / "refused", plugins_dir=plugins)
+
+
+@pytest.mark.slow
+def test_a_rolled_back_run_offers_its_new_branch(tmp_path: Path) -> None:
+    rule = "reward below=0.25 action=rollback set.score.weights=[1.0,0.0]"
+    for name, publish in {"store": "", "direct": DIRECT}.items():
+        pipeline = tiny_pipeline(
+            tmp_path,
+            functions=LYING,
+            by="[honest, lies_from_two], weights=(0.0, 1.0)",
+            steps=NUM_STEPS,
+            options=f'guard=guard("{rule}"),',
+            publish=publish,
+        )
+        start(pipeline, tmp_path / name)
+    assert_identical(tmp_path / "store", tmp_path / "direct")
+    _, manifest = open_run(tmp_path / "direct")
+    assert manifest.branch != "main"
+    assert counted(tmp_path / "direct" / "branches" / manifest.branch)[0] > 0
 
 
 @pytest.mark.slow
