@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .retention import GcReport, gc
     from .sharded_publisher import ShardCoordinator, ShardPublisher
     from .sharding import describe_plan, plan_transfer
-    from .share_reader import ShareSubscriber
+    from .share_subscriber import ShareSubscriber
     from .shares import row_shares, shares_of
     from .subscriber import Activation, StagedVersion, Subscriber
     from .transfer import TransferCounts, TransferOptions
@@ -44,7 +44,7 @@ _MODULES = {
     "Publisher": "publisher",
     "ShardCoordinator": "sharded_publisher",
     "ShardPublisher": "sharded_publisher",
-    "ShareSubscriber": "share_reader",
+    "ShareSubscriber": "share_subscriber",
     "StagedVersion": "subscriber",
     "Subscriber": "subscriber",
     "TensorSpec": "bits",

@@ -132,11 +132,11 @@ class DirectSource:
 
     def deltas(self, snapshot_ids: Sequence[str], *, rank: int) -> list[bytes]:
         """The deltas of one rank's share, from the rank itself. Raises `StorageError`."""
-        header, _ = self._ask({"ask": "ranks"})
-        ranks = _addresses(header) or [self._address]
-        if rank >= len(ranks):
-            raise not_offered(f"there are {len(ranks)} ranks, {rank} is none of them")
-        return self._deltas(ranks[rank], snapshot_ids)
+        return self._deltas(self._rank(rank), snapshot_ids)
+
+    def anchor(self, snapshot_id: str, *, rank: int) -> PolicyTensors:
+        """One rank's share of an anchor, from the rank itself. Raises `StorageError`."""
+        return self._tensors(self._rank(rank), snapshot_id)
 
     def close(self) -> None:
         """End the connections; the next request makes them anew."""
@@ -153,9 +153,7 @@ class DirectSource:
             return None, None
         if tree["specs"] is not None:
             return _take_tensors(tree["specs"], parts), None
-        request = {"ask": "anchor", "snapshot": tree["snapshot_id"]}
-        answers = [self._ask(request, of=rank) for rank in _addresses(header)]
-        by_rank = [_take_tensors(found["specs"], own) for found, own in answers]
+        by_rank = [self._tensors(rank, tree["snapshot_id"]) for rank in _addresses(header)]
         joined = _joined(by_rank, tree["shares"])
         if tree["shares"] is None:
             return joined, None
@@ -173,6 +171,21 @@ class DirectSource:
             [parts.pop(0).tobytes()] if tree["held"] else per_version.pop(0)
             for tree in header["deltas"]
         ]
+
+    def _rank(self, rank: int) -> Address:
+        """Where a rank is, or the only publisher."""
+        header, _ = self._ask({"ask": "ranks"})
+        ranks = _addresses(header) or [self._address]
+        if rank >= len(ranks):
+            raise not_offered(f"there are {len(ranks)} ranks, {rank} is none of them")
+        return ranks[rank]
+
+    def _tensors(self, place: Address, snapshot_id: str) -> PolicyTensors:
+        header, parts = self._ask({"ask": "anchor", "snapshot": snapshot_id}, of=place)
+        try:
+            return _take_tensors(header["specs"], parts)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise failed(f"an anchor makes no sense ({error})") from error
 
     def _deltas(self, rank: Address, snapshot_ids: Sequence[str]) -> list[bytes]:
         _, parts = self._ask({"ask": "deltas", "snapshots": list(snapshot_ids)}, of=rank)

@@ -26,7 +26,7 @@ from deltaloom.storage.sharding import (
     plan_bytes,
     plan_transfer,
 )
-from deltaloom.storage.share_reader import ShareSubscriber
+from deltaloom.storage.share_subscriber import ShareSubscriber
 from deltaloom.storage.shares import (
     Piece,
     Shares,
