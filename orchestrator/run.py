@@ -161,17 +161,27 @@ def resume_run(
     A finished run is left as it is. `say` gets lines such as changed options. Raises `RunError`
     when there is no run, its pipeline or data changed, or replay does not give its bits.
     """
-    from ..storage.repository import PolicyRepository
-
     run_dir, stored = run_dirs.open_run(request.path)
     forks = starts_branch(stored, branch=request.branch, from_ref=request.from_ref)
-    if PolicyRepository.exists(stored.store_url):
-        repository = PolicyRepository.open(stored.store_url)
-    else:
-        repository = PolicyRepository.create(stored.store_url)
+    repository = _open_store(stored.store_url)
     resumption = _Resumption(request, stored, run_dir.path, repository, observers, say, faults)
     summary = resumption.fork() if forks else resumption.proceed()
     return _followed(resumption.halt, summary, run_dir.path, repository, observers, say, faults)
+
+
+def _open_store(url: str) -> PolicyRepository:
+    """The store of a run, which a kill may have kept from being made, or made whole."""
+    from ..storage.errors import ErrorCode, FormatError
+    from ..storage.repository import PolicyRepository
+
+    if not PolicyRepository.exists(url):
+        return PolicyRepository.create(url)
+    try:
+        return PolicyRepository.open(url)
+    except FormatError as error:
+        if error.code != ErrorCode.MALFORMED_METADATA:
+            raise
+        return PolicyRepository.create(url)
 
 
 def _followed(

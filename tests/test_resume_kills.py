@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import icechunk
 import pytest
 
 from benchmarks import chaos
 from deltaloom.orchestrator.comparing import compare_runs
 from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.run import RunRequest, prepare
+from deltaloom.orchestrator.run_dir import create
 
 from .resume_support import killed_at, resume, start
 from .run_support import command, tiny_pipeline, worker_pids
@@ -93,6 +96,17 @@ def test_a_run_killed_twice_once_while_replaying_resumes_with_more_workers(
     killed_at("replayed", 2, run_dir=run_dir, pipeline=pipeline, steps=NUM_STEPS)
     resume(run_dir, overlay={"pipeline": {"workers": 3}})
     assert_same(whole, run_dir)
+
+
+def test_a_run_killed_while_its_store_was_made_is_resumed(tmp_path: Path) -> None:
+    request = RunRequest(
+        pipeline_path=tiny_pipeline(tmp_path, steps=1), run_dir=tmp_path / "run", overlay={}
+    )
+    prepared = prepare(request)
+    create(prepared.run_dir, prepared.manifest, config=prepared.pipeline.config)
+    store = Path(prepared.manifest.store_url)
+    icechunk.Repository.create(icechunk.local_filesystem_storage(str(store)))
+    assert resume(tmp_path / "run")["versions"] == 1
 
 
 HANGING = """
