@@ -7,13 +7,13 @@ simulator, whose ratio stands beside the measured one.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks._pipeline_methods import METHODS, Method, Place
+from benchmarks._pipeline_methods import METHODS, Method, Place, Tuning
 from benchmarks._pipeline_model import ModelSize, make_stages, micro_batches, token_loss
 from deltaloom.plugins.pipeline.clock import StageSeconds
 from deltaloom.plugins.pipeline.runtime import PipelineConfig, PipelineTrainer, TrainResult
@@ -76,7 +76,13 @@ class Timed:
 
 
 def timed_run(
-    method: Method, device: Device, *, size: ModelSize, num_micro_batches: int, lr: float, seed: int
+    method: Method,
+    device: Device,
+    *,
+    size: ModelSize,
+    num_micro_batches: int,
+    tuning: Tuning,
+    seed: int,
 ) -> Timed:
     """Train in waiting threads, and simulate the same."""
     num_stages = len(device.slowdown)
@@ -87,7 +93,9 @@ def timed_run(
     trainer = PipelineTrainer(
         make_stages(size, num_stages=num_stages, seed=seed),
         loss=token_loss,
-        build_optimizer=lambda stage, named: method.build(lr, Place(stage=stage, **place), named),
+        build_optimizer=lambda stage, named: method.build(
+            tuning, Place(stage=stage, **place), named
+        ),
         config=PipelineConfig(
             schedule=schedule,
             stash=method.stash,
@@ -127,7 +135,7 @@ def first_below(losses: Sequence[float], target: float, *, window: int) -> int |
 
 
 def compare_clocks(
-    *, size: ModelSize, num_micro_batches: int, lr: dict[str, float], seed: int,
+    *, size: ModelSize, num_micro_batches: int, tunings: Mapping[str, Tuning], seed: int,
     layer_seconds: float, num_stages: int = 4,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Time to the loss that 1F1B ends with, ours by its; measured and simulated, by device."""
@@ -141,7 +149,7 @@ def compare_clocks(
                 device,
                 size=size,
                 num_micro_batches=num_micro_batches,
-                lr=lr[name],
+                tuning=tunings[name],
                 seed=seed,
             )
             for name in (BASELINE, OURS)

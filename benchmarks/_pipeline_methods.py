@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,8 +17,15 @@ Named = list[tuple[str, torch.Tensor]]
 SYNC_MICRO_BATCHES = 4
 """Micro-batches per update of the synchronous methods; the asynchronous ones take one."""
 WEIGHT_DECAY = 0.01
-LOOKAHEAD = 25.0
-"""Steps of look-ahead of ours, found on a seed that is not reported; the paper's equation has 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What is searched for every method alike: the learning rate and one value of its own."""
+
+    lr: float
+    own: float
+    """The method's `own_name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +44,12 @@ class Method:
     name: str
     schedule: ScheduleName
     stash: bool
-    build: Callable[[float, Place, Named], torch.optim.Optimizer]
-    """`build(lr, place, named_parameters)`."""
+    own_name: str
+    """What the method searches beside the learning rate."""
+    own_values: tuple[float, ...]
+    """The first is the usual one."""
+    build: Callable[[Tuning, Place, Named], torch.optim.Optimizer]
+    """`build(tuning, place, named_parameters)`."""
 
     def make_schedule(self, num_stages: int) -> Schedule:
         """The method's schedule for this many stages."""
@@ -48,43 +59,106 @@ class Method:
         )
 
 
-def _adamw(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([tensor for _, tensor in named], lr=lr, weight_decay=WEIGHT_DECAY)
+def _adamw(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [tensor for _, tensor in named],
+        lr=tuning.lr,
+        betas=(tuning.own, 0.999),
+        weight_decay=WEIGHT_DECAY,
+    )
 
 
-def _pipemare(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
-    steps = max(1, place.num_micro_batches // 7)
-    config = PipeMareConfig(lr=lr, weight_decay=WEIGHT_DECAY, correction_steps=steps)
+def _pipemare(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
+    config = PipeMareConfig(
+        lr=tuning.lr,
+        betas=(tuning.own, 0.999),
+        weight_decay=WEIGHT_DECAY,
+        correction_steps=max(1, place.num_micro_batches // 7),
+    )
     return PipeMare(config).build(named)
 
 
-def _nadam(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
-    return NAdam(NAdamConfig(lr=lr, weight_decay=WEIGHT_DECAY)).build(named)
+def _nadam(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
+    config = NAdamConfig(lr=tuning.lr, betas=(tuning.own, 0.999), weight_decay=WEIGHT_DECAY)
+    return NAdam(config).build(named)
 
 
-def _nesterov(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
-    return NesterovDelay(NesterovDelayConfig(lr=lr, weight_decay=WEIGHT_DECAY)).build(named)
-
-
-def _nesterov_ahead(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
-    config = NesterovDelayConfig(lr=lr, weight_decay=WEIGHT_DECAY, lookahead=LOOKAHEAD)
+def _nesterov(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
+    config = NesterovDelayConfig(lr=tuning.lr, momentum=tuning.own, weight_decay=WEIGHT_DECAY)
     return NesterovDelay(config).build(named)
 
 
-def _nesterov_ahead_by_stage(lr: float, place: Place, named: Named) -> torch.optim.Optimizer:
+def _nesterov_ahead(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
+    config = NesterovDelayConfig(lr=tuning.lr, lookahead=tuning.own, weight_decay=WEIGHT_DECAY)
+    return NesterovDelay(config).build(named)
+
+
+def _nesterov_ahead_by_stage(tuning: Tuning, place: Place, named: Named) -> torch.optim.Optimizer:
     ahead = num_ahead(place.stage, num_stages=place.num_stages)
-    return _nesterov_ahead(lr * (1 - 0.5 * ahead / place.num_stages), place, named)
+    lr = tuning.lr * (1 - 0.5 * ahead / place.num_stages)
+    return _nesterov_ahead(replace(tuning, lr=lr), place, named)
+
+
+def _synchronous(name: ScheduleName) -> Method:
+    return Method(
+        name=name,
+        schedule=name,
+        stash=True,
+        own_name="beta1",
+        own_values=(0.9, 0.8, 0.95),
+        build=_adamw,
+    )
 
 
 METHODS = (
-    Method(name="gpipe", schedule="gpipe", stash=True, build=_adamw),
-    Method(name="1f1b", schedule="1f1b", stash=True, build=_adamw),
-    Method(name="pipedream", schedule="async-1f1b", stash=True, build=_adamw),
-    Method(name="pipemare", schedule="async-1f1b", stash=False, build=_pipemare),
-    Method(name="nadam", schedule="async-1f1b", stash=True, build=_nadam),
-    Method(name="ours-one-step", schedule="async-1f1b", stash=True, build=_nesterov),
-    Method(name="ours", schedule="async-1f1b", stash=True, build=_nesterov_ahead),
+    _synchronous("gpipe"),
+    _synchronous("1f1b"),
     Method(
-        name="ours-no-stash", schedule="async-1f1b", stash=False, build=_nesterov_ahead_by_stage
+        name="pipedream",
+        schedule="async-1f1b",
+        stash=True,
+        own_name="beta1",
+        own_values=(0.9, 0.8, 0.95),
+        build=_adamw,
+    ),
+    Method(
+        name="pipemare",
+        schedule="async-1f1b",
+        stash=False,
+        own_name="beta1",
+        own_values=(0.9, 0.8, 0.95),
+        build=_pipemare,
+    ),
+    Method(
+        name="nadam",
+        schedule="async-1f1b",
+        stash=True,
+        own_name="beta1",
+        own_values=(0.99, 0.95, 0.9),
+        build=_nadam,
+    ),
+    Method(
+        name="ours-one-step",
+        schedule="async-1f1b",
+        stash=True,
+        own_name="momentum",
+        own_values=(0.99, 0.95, 0.9),
+        build=_nesterov,
+    ),
+    Method(
+        name="ours",
+        schedule="async-1f1b",
+        stash=True,
+        own_name="lookahead",
+        own_values=(25.0, 8.0, 50.0),
+        build=_nesterov_ahead,
+    ),
+    Method(
+        name="ours-no-stash",
+        schedule="async-1f1b",
+        stash=False,
+        own_name="lookahead",
+        own_values=(25.0, 8.0, 50.0),
+        build=_nesterov_ahead_by_stage,
     ),
 )

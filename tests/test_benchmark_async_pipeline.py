@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks._pipeline_clock import compare_clocks, first_below
-from benchmarks._pipeline_methods import METHODS, Place
+from benchmarks._pipeline_convex import decay_table
+from benchmarks._pipeline_methods import METHODS, Place, Tuning
 from benchmarks._pipeline_model import ModelSize, Text, make_stages, micro_batches, token_loss
-from benchmarks.async_pipeline import Settings, Training, compare, device_run, losses_at
+from benchmarks._pipeline_training import TUNING_SEED, Settings, Training
+from benchmarks.async_pipeline import Baseline, compare, losses_at, make_baseline
 
 TINY = Settings(
     size=ModelSize(num_layers=2, width=8, num_heads=2, sequence_length=8, batch_size=2),
@@ -56,15 +61,55 @@ def test_losses_are_read_at_equal_cost() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_every_method_runs_and_is_reported(method: object) -> None:
     chosen = next(m for m in METHODS if m is method)
-    limit = device_run(TINY, METHODS[2], num_stages=2).makespan_seconds
-    row = compare(TINY, chosen, training=Training(TINY), num_stages=2, time_limit=limit)
+    training = Training(TINY)
+    baseline = make_baseline(TINY, training=training, num_stages=2)
+    row = compare(TINY, chosen, training=training, num_stages=2, baseline=baseline)
 
     is_synchronous = chosen.schedule != "async-1f1b"
     assert row["updates"] == (2 if is_synchronous else 8)
     assert row["delays"] == ([0, 0] if is_synchronous else [1, 0])
     assert row["weight_versions"] == ([2, 1] if chosen.stash and not is_synchronous else [1, 1])
     assert 1.0 < row["equal_tokens"]["mean"] < 5.0
-    assert row["device_time"] <= limit or is_synchronous
+    assert row["device_time"] <= baseline.time_limit or is_synchronous
+    if chosen.name == "1f1b":
+        assert row["to_target"] == {"mean": 1.0, "stdev": 0.0}
+
+
+def test_every_method_gets_the_same_search() -> None:
+    settings = replace(TINY, learning_rates=(1e-3, 1e-2))
+    training = Training(settings)
+    method = next(m for m in METHODS if m.name == "ours")
+    best = training.best(method)
+    searched = training.searched()
+
+    assert {len(m.own_values) for m in METHODS} == {3}
+    assert [(run["lr"], run["own"]) for run in searched] == [
+        (1e-3, 25.0),
+        (1e-2, 25.0),
+        *((best.lr, own) for own in method.own_values),
+    ]
+    assert min(run["loss"] for run in searched) == pytest.approx(
+        statistics.fmean(
+            training.losses(method, num_stages=2, tuning=best, seed=TUNING_SEED)[-settings.window :]
+        ),
+        abs=1e-4,
+    )
+
+
+def test_time_to_a_target_is_by_that_of_the_baseline() -> None:
+    baseline = Baseline(time_limit=9.0, targets=(2.0, 2.0), reached=(4.0, 8.0), window=1)
+    ends = [1.0, 2.0, 3.0]
+
+    assert baseline.time_to_target([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]], ends) == {
+        "mean": 0.375,
+        "stdev": 0.1768,
+    }
+    assert baseline.time_to_target([[3.0, 2.0, 1.0], [3.0, 3.0, 3.0]], ends) is None
+
+
+def test_a_fixed_delay_converges_sublinearly_on_a_convex_problem() -> None:
+    for row in decay_table(delays=(0, 3), at=(100, 400)):
+        assert row["exponents"] == [pytest.approx(-1.0, abs=0.1)]
 
 
 def test_stages_of_one_method_differ_only_without_a_stash() -> None:
@@ -72,7 +117,7 @@ def test_stages_of_one_method_differ_only_without_a_stash() -> None:
         method = next(m for m in METHODS if m.name == name)
         return [
             method.build(
-                0.1,
+                Tuning(lr=0.1, own=25.0),
                 Place(stage=s, num_stages=4, num_micro_batches=10),
                 [("w", torch.ones(1, requires_grad=True))],
             ).param_groups[0]["lr"]
@@ -94,7 +139,7 @@ def test_clocks_are_reported_for_every_device() -> None:
     rows = compare_clocks(
         size=ModelSize(num_layers=2, width=8, num_heads=2, sequence_length=8, batch_size=2),
         num_micro_batches=8,
-        lr={"1f1b": 1e-2, "ours": 1e-2},
+        tunings={"1f1b": Tuning(lr=1e-2, own=0.9), "ours": Tuning(lr=1e-2, own=25.0)},
         seed=0,
         layer_seconds=0.001,
         num_stages=2,
