@@ -25,6 +25,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -268,7 +269,7 @@ def _curve(losses: Sequence[Sequence[float]], *, num_points: int = 20) -> list[f
     edges = [total * point // num_points for point in range(num_points + 1)]
     return [
         round(statistics.fmean(loss for one in losses for loss in one[start:end]), 4)
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in pairwise(edges)
         if end > start
     ]
 
