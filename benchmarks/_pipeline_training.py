@@ -27,9 +27,9 @@ class Settings:
     clip_norm: float | None = 1.0
     link_seconds: float = 0.1
     update_seconds: float = 0.2
-    clock_micro_batches: int = 320
+    clock_micro_batches: int = 480
     """Micro-batches of the runs that wait for their device."""
-    layer_seconds: float = 0.03
+    layer_seconds: float = 0.015
     """What they wait for one layer's forward."""
 
     @property

@@ -40,7 +40,7 @@ from deltaloom.plugins.pipeline.schedule import OpKind
 from deltaloom.plugins.pipeline.simulator import Simulation, SimulationConfig, simulate
 
 CLOCK_TUNINGS = {
-    BASELINE: Tuning(lr=3e-3, own=0.9),
+    BASELINE: Tuning(lr=3e-3, own=0.8),
     OURS: Tuning(lr=1e-3, own=25.0),
 }
 """What the part `losses` finds best, so that `clocks` can run alone."""
