@@ -27,19 +27,19 @@ def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str,
     machine. Seconds are medians over the rounds, from a step's first rollout task to its last
     join, summed over the steps after the warm-up."""
     seconds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
-    digests: set[tuple[str, ...]] = set()
+    found: set[tuple[str, ...]] = set()
     profile = None
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
             for mode, planners in MODES.items():
                 run_dir = Path(folder) / f"{mode}{turn}"
-                _run(run_dir, planners, prompts_per_task=prompts_per_task, num_steps=num_steps)
-                seconds[mode].append(_step_seconds(run_dir, num_steps=num_steps))
-                digests.add(_digests(run_dir))
+                run_once(run_dir, planners, prompts_per_task=prompts_per_task, num_steps=num_steps)
+                seconds[mode].append(step_seconds(run_dir, num_steps=num_steps))
+                found.add(digests(run_dir))
                 if mode == "by_task":
                     profile = profile_run(run_dir, last_steps=num_steps - WARM_UP_STEPS)
     assert profile is not None
-    by_task, by_group = (_total(seconds[mode]) for mode in MODES)
+    by_task, by_group = (total(seconds[mode]) for mode in MODES)
     predicted = profile.forecast(num_workers=NUM_WORKERS)
     return {
         "prompts_per_task": prompts_per_task,
@@ -55,7 +55,7 @@ def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str,
             for task, group in zip(*(seconds[mode] for mode in MODES), strict=True)
         ],
         "speedup_predicted": round(predicted.speedup, 3),
-        "same_digests": len(digests) == 1,
+        "same_digests": len(found) == 1,
     }
 
 
@@ -66,10 +66,20 @@ def live_rows(*, quick: bool) -> list[dict[str, Any]]:
     return [live_row(prompts_per_task=size, rounds=2, num_steps=8) for size in PROMPTS_PER_TASK]
 
 
-def _run(run_dir: Path, planners: list[str], *, prompts_per_task: int, num_steps: int) -> None:
+def run_once(
+    run_dir: Path,
+    planners: Sequence[str],
+    *,
+    prompts_per_task: int,
+    num_steps: int,
+    batch_invariant: bool = False,
+    consolidate: bool = False,
+) -> None:
+    """One run of the pipeline with the long tail."""
     overlay = {
-        "pipeline": {"steps": num_steps, "fusion": planners, "workers": NUM_WORKERS},
-        "rollout": {"prompts_per_task": prompts_per_task},
+        "pipeline": {"steps": num_steps, "fusion": list(planners), "workers": NUM_WORKERS},
+        "rollout": {"prompts_per_task": prompts_per_task, "batch_invariant": batch_invariant},
+        "fusion": {"fusion-inter": {"consolidate": consolidate}},
     }
     request = RunRequest(
         pipeline_path=PIPELINE, run_dir=run_dir, overlay=overlay, plugins_dir=PLUGINS
@@ -77,7 +87,7 @@ def _run(run_dir: Path, planners: list[str], *, prompts_per_task: int, num_steps
     start_run(prepare(request))
 
 
-def _step_seconds(run_dir: Path, *, num_steps: int) -> list[float]:
+def step_seconds(run_dir: Path, *, num_steps: int) -> list[float]:
     """Seconds of each step after the warm-up."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -91,11 +101,13 @@ def _step_seconds(run_dir: Path, *, num_steps: int) -> list[float]:
     return [ends[step] - starts[step] for step in range(WARM_UP_STEPS + 1, num_steps + 1)]
 
 
-def _total(rounds: Sequence[Sequence[float]]) -> float:
+def total(rounds: Sequence[Sequence[float]]) -> float:
+    """Medians over the rounds, summed over the steps."""
     return float(sum(statistics.median(step) for step in zip(*rounds, strict=True)))
 
 
-def _digests(run_dir: Path) -> tuple[str, ...]:
+def digests(run_dir: Path) -> tuple[str, ...]:
+    """Of each version's weights."""
     return tuple(info.state_digest for info in StoredRun(run_dir).repository.log())
 
 

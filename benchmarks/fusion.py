@@ -9,7 +9,8 @@ against serial execution and the schedule's own prediction, and on this machine'
 `inter`, simulated speedups of the best threshold over serial execution, for each length preset,
 beside the inference share they depend on. `cluster`, the same on 256 devices, beside what the
 papers report. `live`, PPO runs on two engines by task and by group, as the planner `fusion-inter`
-has them, with the digests of both compared.
+has them, with the digests of both compared. `tail`, such runs by group whose last rollouts stay, or
+move to one engine.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from deltaloom.plugins.fusion.threshold import choose_threshold
 from ._fused_training import fused_training_row, own_cores_row
 from ._fusion_cluster import cluster_rows
 from ._fusion_live import live_rows
+from ._fusion_tail import tail_row
 from ._report import write_result
 
 DEFAULT_SECONDS = 30.0
@@ -175,12 +177,18 @@ def live_part(*, quick: bool, budget_seconds: float) -> Row:
     return {"live": live_rows(quick=quick)}
 
 
+def tail_part(*, quick: bool, budget_seconds: float) -> Row:
+    """Real runs; `quick` makes one of each kind."""
+    return {"tail": [tail_row(rounds=1 if quick else 2, num_steps=4 if quick else 8)]}
+
+
 PARTS = {
     "search": search_part,
     "intra": intra_part,
     "inter": inter_part,
     "cluster": cluster_part,
     "live": live_part,
+    "tail": tail_part,
 }
 
 

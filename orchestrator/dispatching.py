@@ -1,13 +1,15 @@
-"""The ledger's rows of what a rollout task is sent out with."""
+"""What is noted when a task is sent out: the ledger's rows, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .accounting import LedgerRow
+from .executor import TaskResult
 from .resolve import ResolvedNode
 from .seeds import derive_seed
-from .task_state import TaskId
+from .task_state import StepTemplate, TaskId
 from .wire import prompt_digest, unpack_prompts
 
 
@@ -27,3 +29,33 @@ def rollout_rows(
             task=str(task),
             first_seed=derive_seed(run_seed, node.name, task.step, index, 0),
         )
+
+
+def priority_of(
+    task: TaskId, order: int, template: StepTemplate, *, evaluates: bool
+) -> tuple[int, int, int]:
+    """Evaluations that rollouts wait for come first; others after the rollouts that a version
+    makes, on workers that would be idle."""
+    if not evaluates:
+        return task.step, order, task.shard
+    step = 0 if template.judged_first else task.step + template.lag + 2
+    return step, order, task.shard
+
+
+class QueueTimes:
+    """How long tasks wait for a worker."""
+
+    def __init__(self) -> None:
+        self._submitted: dict[TaskId, float] = {}
+
+    def submitted(self, task: TaskId, *, seconds: float) -> None:
+        """A task was given to the executor, so many seconds into the run."""
+        self._submitted[task] = seconds
+
+    def added_to(self, result: TaskResult, *, started_seconds: float) -> TaskResult:
+        """The result with the seconds between its submission and its start, if it was submitted."""
+        submitted = self._submitted.pop(result.task, None)
+        if submitted is None:
+            return result
+        queued = max(0.0, started_seconds - submitted)
+        return replace(result, metrics={**result.metrics, "queued_seconds": queued})

@@ -16,16 +16,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .accounting import Accounting, Ledger, LedgerRow, since
 from .background import BackgroundThread, Completion
-from .dispatching import rollout_rows
+from .dispatching import QueueTimes, priority_of, rollout_rows
 from .empty_steps import EmptySteps
 from .errors import DeadlineError, RunErrorCode, TaskError
 from .evaluation_state import EvaluationState
-from .examples import example_rows, learns_from_prompts
+from .examples import learns_from_prompts, open_examples
 from .executor import (
     Executor,
     ExecutorEvent,
@@ -53,6 +53,7 @@ from .roles import (
 )
 from .score_faults import Decided, exclude_culprit, ledger_words
 from .spool import SPOOL_WORKER, ResultSpool, SpoolKey
+from .tails import Tails
 from .task_state import (
     Complete,
     Event,
@@ -131,13 +132,20 @@ class Driver:
         self._observers = observers
         self._heads = dict(heads)
         self._results = TaskResults(state.template)
+        self._tails = Tails(
+            node=self._rollout_name(),
+            template=state.template,
+            policy=plan.tail,
+            executor=executor,
+            inferring=frozenset(n.name for n in state.template.nodes if n.by_group),
+        )
         self._delivers_parts = bool(getattr(executor, "delivers_parts", False))
         self._evaluated: dict[TaskId, bytes] = {}
         self._decided: dict[TaskId, Decided] = {}
         self._suspects: dict[TaskId, set[int]] = {}
         self._fault_words: dict[TaskId, str] = {}
         self._lost: dict[str, str] = {}
-        self._submitted: dict[TaskId, float] = {}
+        self._queue_times = QueueTimes()
         self._late_tasks: dict[int, Sequence[TaskId]] = {}
         self._trained: dict[int, _Step] = {}
         self._empty_steps = EmptySteps(limit=pipeline.options.max_empty_steps)
@@ -216,9 +224,10 @@ class Driver:
         events: list[Event] = []
         found, self._found = self._found, []
         timeout = 0.0 if found else POLL_SECONDS
-        for event in [*found, *self._executor.poll(timeout_seconds=timeout)]:
+        for seen in [*found, *self._executor.poll(timeout_seconds=timeout)]:
             self._progressed = time.monotonic()
-            events += self._on_executor_event(event)
+            for event in self._tails.seen(seen):
+                events += self._on_executor_event(event)
         events += [self._on_trained(done) for done in self._trainer.completed()]
         events += [e for done in self._committer.completed() for e in self._on_committer(done)]
         if not events:
@@ -243,7 +252,7 @@ class Driver:
 
     def _on_result(self, result: TaskResult) -> list[Event]:
         started = time.monotonic() - self._started - result.seconds
-        seen = self._with_queue_time(result, started_seconds=started)
+        seen = self._queue_times.added_to(result, started_seconds=started)
         for observer in self._observers:
             observer.on_task(seen, started_seconds=started)
         if result.task.node in self._held_out:
@@ -253,28 +262,12 @@ class Driver:
         elif self._state.awaits(result.task, attempt=result.attempt):
             self._keep(result)
             self._results.add(result, codec=PORT_CODECS[self._output_kind(result.task.node)])
-            if self._from_prompts:
-                self._dispatch_examples(result)
+            if self._from_prompts and result.task.node in self._state.template.outputs:
+                prompts, seed = unpack_prompts(result.output), self._pipeline.options.seed
+                open_examples(self._ledger, prompts, task=result.task, seed=seed)
             elif result.task.node in self._state.template.outputs:
                 self._ledger.buffer(row.group_id for row in self._open_rows(result.task))
         return [TaskFinished(task=result.task, attempt=result.attempt, num_items=result.num_items)]
-
-    def _with_queue_time(self, result: TaskResult, *, started_seconds: float) -> TaskResult:
-        """The result with the seconds between its submission and its start, if it was submitted."""
-        submitted = self._submitted.pop(result.task, None)
-        if submitted is None:
-            return result
-        queued = max(0.0, started_seconds - submitted)
-        return replace(result, metrics={**result.metrics, "queued_seconds": queued})
-
-    def _dispatch_examples(self, result: TaskResult) -> None:
-        """Given completions need no rollout: they are ready as soon as they are known."""
-        if result.task.node in self._state.template.outputs:
-            prompts = unpack_prompts(result.output)
-            seed = self._pipeline.options.seed
-            rows = example_rows(prompts, task=result.task, seed=seed)
-            self._ledger.dispatch(rows)
-            self._ledger.buffer(row.group_id for row in rows)
 
     def _keep(self, result: TaskResult) -> None:
         if self._spool is not None and result.worker != SPOOL_WORKER:
@@ -346,9 +339,14 @@ class Driver:
         node = self._pipeline.nodes[task.node]
         version, snapshot_id = self._policy_of(task)
         inputs = tuple(self._inputs(task))
+        parts = self._delivers_parts and self._results.is_streamed(task.node)
+        tail = 0
         if node.spec.role == "rollout":
             seed = self._pipeline.options.seed
             self._ledger.dispatch(rollout_rows(task, node, inputs[0], run_seed=seed))
+            if parts:
+                num_items = self._state.num_items[task.step]
+                tail = self._tails.submit(task, attempt=instruction.attempt, num_items=num_items)
         found = self._find(task, attempt=instruction.attempt)
         if found is not None:
             self._found.append(found)
@@ -357,14 +355,20 @@ class Driver:
         values = {
             "chain": list(self._plan.chain_of(task.node)),
             "skip": {str(i): score_to_json(score) for i, score in decided.items()},
-            "parts": self._delivers_parts and self._results.is_streamed(task.node),
+            "parts": parts,
+            "tail": tail,
         }
-        self._submitted[task] = time.monotonic() - self._started
+        self._queue_times.submitted(task, seconds=time.monotonic() - self._started)
         self._executor.submit(
             TaskSpec(
                 task=task,
                 attempt=instruction.attempt,
-                priority=self._priority(task, instruction.order),
+                priority=priority_of(
+                    task,
+                    instruction.order,
+                    self._state.template,
+                    evaluates=task.node in self._held_out,
+                ),
                 inputs=inputs,
                 values=values,
                 deadline_seconds=node.options.timeout_seconds,
@@ -373,15 +377,6 @@ class Driver:
                 role=node.spec.role.value,
             )
         )
-
-    def _priority(self, task: TaskId, order: int) -> tuple[int, int, int]:
-        """Evaluations that rollouts wait for come first; others after the rollouts that a version
-        makes, on workers that would be idle."""
-        if task.node not in self._held_out:
-            return task.step, order, task.shard
-        first = self._state.template.judged_first
-        step = 0 if first else task.step + self._state.template.lag + 2
-        return step, order, task.shard
 
     def _train(self, instruction: Train) -> None:
         step = instruction.step
@@ -457,6 +452,7 @@ class Driver:
     def _forget(self, *, before: int) -> None:
         """Let go of what belongs to steps that are consumed whole."""
         self._results.forget(before=before)
+        self._tails.forget(before=before)
         self._decided = {t: d for t, d in self._decided.items() if t.step >= before}
         self._suspects = {t: s for t, s in self._suspects.items() if t.step >= before}
         self._fault_words = {t: w for t, w in self._fault_words.items() if t.step >= before}
@@ -564,6 +560,7 @@ class Driver:
         return Outstanding(
             task=task,
             attempt=attempt,
+            held_as=self._tails.holder(task),
             version=self._policy_of(task)[0],
             deadline_seconds=self._pipeline.nodes[task.node].options.timeout_seconds,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .accounting import LedgerRow
+from .accounting import Ledger, LedgerRow
 from .errors import RunErrorCode, TaskError, boundary
 from .interfaces import Tokenizer
 from .resolve import ResolvedPipeline
@@ -53,6 +53,13 @@ def example_rows(prompts: Sequence[Prompt], *, task: TaskId, seed: int) -> Seque
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def open_examples(ledger: Ledger, prompts: Sequence[Prompt], *, task: TaskId, seed: int) -> None:
+    """Given completions need no rollout: they are ready as soon as they are known."""
+    rows = example_rows(prompts, task=task, seed=seed)
+    ledger.dispatch(rows)
+    ledger.buffer(row.group_id for row in rows)
 
 
 def example_groups(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from .task_state import TaskId
 
@@ -77,6 +77,27 @@ class TaskPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRemaining:
+    """So many rollouts of a task are not finished."""
+
+    task: TaskId
+    attempt: int
+    num_unfinished: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskLeft:
+    """A task gave up its unfinished rollouts, packed as `tail`; its worker is free."""
+
+    task: TaskId
+    attempt: int
+    worker: str
+    tail: bytes
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFault:
     """A try ended without a result: it raised, expired, or its worker was lost.
 
@@ -113,14 +134,15 @@ class WorkerRefused:
 
 
 WorkerEvent = WorkerJoined | WorkerLeft | WorkerRefused
-ExecutorEvent = TaskResult | TaskPart | TaskFault | WorkerEvent
+ExecutorEvent = TaskResult | TaskPart | TaskRemaining | TaskLeft | TaskFault | WorkerEvent
 
 
 class Executor(Protocol):
     """Built as `Executor(config, num_workers=, bootstrap=)`.
 
     One whose class says `delivers_parts = True` passes on the parts of tasks that ask for it; one
-    that says `on_this_host = True` has all of its workers on the driver's machine.
+    that says `on_this_host = True` has all of its workers on the driver's machine; one that
+    `DeliversMail` also passes messages to tasks that run, and what they say of their tails.
     """
 
     name: ClassVar[str]
@@ -155,4 +177,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End all workers. Leaves no process behind, whatever they are doing."""
+        ...
+
+
+@runtime_checkable
+class DeliversMail(Protocol):
+    """What an executor offers whose tasks can be spoken to while they run."""
+
+    def send(self, task: TaskId, *, attempt: int, message: bytes) -> None:
+        """Give a message to the worker of a try of a task; lost when no worker has it."""
         ...

@@ -12,6 +12,7 @@ from .interfaces import FusionPlan, Replacement
 from .joining import join_columns
 from .plugin_manager import Plugins
 from .resolve import ResolvedComponent, ResolvedNode, ResolvedPipeline
+from .tail_state import TailPolicy
 
 HOOK = "plan_fusion"
 """What a plan of a plugin's own hook is called."""
@@ -24,6 +25,7 @@ class Fusion:
     chains: tuple[tuple[str, ...], ...] = ()
     replacements: tuple[Replacement, ...] = ()
     by_group: tuple[str, ...] = ()
+    tail: TailPolicy | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -57,6 +59,7 @@ def combine(plans: Sequence[tuple[str, FusionPlan]]) -> Fusion:
         chains=tuple(tuple(chain) for _, plan in plans for chain in plan.chains),
         replacements=tuple(part for _, plan in plans for part in plan.replacements),
         by_group=tuple(node for _, plan in plans for node in plan.by_group),
+        tail=next((plan.tail for _, plan in plans if plan.tail is not None), None),
         notes=tuple(_note(name, plan) for name, plan in plans),
     )
 
@@ -116,6 +119,34 @@ def check_by_group(
     for name, neighbour in _obstacles(pipeline, names).items():
         raise _cannot(name, f"its neighbour {neighbour!r} works on whole tasks")
     return frozenset(names) & frozenset(selected)
+
+
+def tail_obstacle(pipeline: ResolvedPipeline) -> str:
+    """Why the last rollouts of a step cannot be moved to fewer workers without other bits, or
+    empty."""
+    (rollout,) = pipeline.by_role("rollout")
+    engine, executor = rollout.components["engine"], pipeline.executor
+    if not hasattr(engine.component, "draw_until"):
+        return f"engine {engine.name!r} cannot give up rollouts"
+    if not getattr(engine.config, "batch_invariant", False):
+        return f"{rollout.name}.batch_invariant is off, so they would get other bits"
+    if rollout.options.in_flight:
+        return f"{rollout.name}.in_flight is on, so their versions differ"
+    if not hasattr(executor.component, "send"):
+        return f"executor {executor.name!r} delivers no messages to tasks that run"
+    return ""
+
+
+def check_tail(pipeline: ResolvedPipeline, fusion: Fusion) -> None:
+    """Raises `PluginError` for a plan that moves rollouts where that cannot be."""
+    if fusion.tail is None:
+        return
+    why = tail_obstacle(pipeline) or ("" if fusion.by_group else "no node runs by group")
+    if why:
+        raise PluginError(
+            f"the fusion plan moves the last rollouts of a step, which is impossible: {why}.",
+            code=RunErrorCode.BROKEN_PLUGIN,
+        )
 
 
 def _computes_by_group(spec: NodeSpec) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import numpy as np
 import numpy.typing as npt
 
+from .tail_state import TailPolicy
 from .types import (
     Prompt,
     Rollout,
@@ -545,6 +546,9 @@ class FusionPlan:
     replacements: tuple[Replacement, ...] = ()
     """Components that do the work of others. The run's options and their digest stay those of
     the pipeline, and so does what a version is replayed with."""
+    tail: TailPolicy | None = None
+    """When the last rollouts of a step are moved. With `by_group`, and an engine that
+    `LeavesTail`."""
 
 
 class FusionPlanner(Component, Protocol):

@@ -10,11 +10,12 @@ from typing import Any
 from .dsl import NodeSpec
 from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
 from .examples import learns_from_prompts
-from .fusing import check_by_group, plan_fusion, with_replacements
+from .fusing import check_by_group, check_tail, plan_fusion, with_replacements
 from .graph import Graph
 from .interfaces import Guard
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
+from .tail_state import TailPolicy
 from .task_state import FailurePolicy, NodeTemplate, StepTemplate
 
 WORKER_ROLES = ("source", "rollout", "score", "infer", "function")
@@ -60,6 +61,8 @@ class Plan:
     template: StepTemplate
     chains: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    tail: TailPolicy | None = None
+    """When the last rollouts of a step are moved to fewer workers; None for never."""
 
     @property
     def evaluations(self) -> tuple[str, ...]:
@@ -98,6 +101,7 @@ def make_plan(
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
     chains = check_chains(graph, fusion.chains, selected)
     by_group = check_by_group(pipeline, fusion.by_group, chains, selected)
+    check_tail(pipeline, fusion)
     template = step_template(pipeline, selected, chains, by_group)
     entries = tuple(
         _entry(pipeline.nodes[spec.name], pipeline, selected=selected, template=template)
@@ -109,6 +113,7 @@ def make_plan(
         template=template,
         chains=chains,
         notes=(*_notes(pipeline, template), *fusion.notes),
+        tail=fusion.tail,
     )
 
 

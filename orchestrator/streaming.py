@@ -21,19 +21,21 @@ Generate = Callable[..., list[list[Rollout]]]
 
 
 class GroupStream:
-    """The groups of one rollout task, the first of them at position `first` in the step."""
+    """The groups of one rollout task, at their positions in the step."""
 
-    def __init__(self, request: GenerateRequest, *, step: int, first: int, emit: Emit) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, step: int, positions: Sequence[int], emit: Emit
+    ) -> None:
         self._request = request
         self._step = step
-        self._first = first
+        self._positions = positions
         self._emit = emit
         self._emitted: dict[int, bytes] = {}
 
     def generator(self, engine: Engine) -> Generate:
         """How the engine generates, handing on finished groups if it can."""
         if isinstance(engine, StreamsGroups):
-            return partial(engine.stream, on_group=self._hand_on)
+            return partial(engine.stream, on_group=self.hand_on)
         return engine.generate
 
     def groups(self, rollouts: Sequence[Sequence[Rollout]], *, engine: str) -> list[RolloutGroup]:
@@ -58,13 +60,14 @@ class GroupStream:
                 )
         return groups
 
-    def _hand_on(self, index: int, rollouts: Sequence[Rollout]) -> None:
+    def hand_on(self, index: int, rollouts: Sequence[Rollout]) -> None:
+        """Send a group ahead of the task's result."""
         data = self._emitted[index] = pack_groups([self._group(index, rollouts)])
-        self._emit(self._first + index, data)
+        self._emit(self._positions[index], data)
 
     def _group(self, index: int, rollouts: Sequence[Rollout]) -> RolloutGroup:
         return RolloutGroup(
-            id=f"{self._step}/{self._first + index}",
+            id=f"{self._step}/{self._positions[index]}",
             step=self._step,
             prompt=self._request.prompts[index],
             rollouts=tuple(rollouts),

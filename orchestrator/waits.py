@@ -44,12 +44,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outstanding:
-    """A task that was submitted and has not come back. `version` is -1 where it needs none."""
+    """A task that was submitted and has not come back. `version` is -1 where it needs none;
+    `held_as` is the task that its worker works on, where others took its rollouts in."""
 
     task: TaskId
     attempt: int
     version: int
     deadline_seconds: float
+    held_as: TaskId | None = None
 
 
 def task_waits(
@@ -68,7 +70,7 @@ def task_waits(
     for entry in outstanding:
         version = f", policy version {entry.version}" if entry.version >= 0 else ""
         what = f"task {entry.task} (attempt {entry.attempt}{version})"
-        holder = holders.get(str(entry.task))
+        holder = holders.get(str(entry.held_as or entry.task))
         if holder is None:
             ready = sum(bool(worker["ready"]) for worker in workers)
             waits.append(

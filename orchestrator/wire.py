@@ -64,6 +64,13 @@ def unpack_groups(data: bytes) -> list[RolloutGroup]:
     return _groups(values["groups"], arrays)
 
 
+def rollout_lengths(data: bytes) -> Int32Array:
+    """The numbers of tokens of all rollouts of packed groups."""
+    _, arrays = unpack(data)
+    lengths: Int32Array = arrays["lengths"]
+    return lengths
+
+
 def pack_scored(scored: Sequence[ScoredGroup]) -> bytes:
     values, arrays = _groups_columns([item.group for item in scored])
     scores = [score for item in scored for score in item.scores]

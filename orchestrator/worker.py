@@ -12,18 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..storage.errors import InputError
 from .direct_transport import source_of
 from .errors import PluginError, RunErrorCode, TaskError, boundary
 from .executor import TaskSpec, WorkerBootstrap
-from .interfaces import Engine, GenerateRequest, Inference, Model, Tokenizer
+from .interfaces import Engine, GenerateRequest, Inference, LeavesTail, Model, Tokenizer
 from .pipeline_file import load_pipeline
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedNode, ResolvedPipeline, resolve
 from .seeds import derive_seed, rollout_seeds
 from .streaming import Emit, GroupStream
+from .tail_task import TailLink, TailTask
 from .types import Prompt, Rollout, SamplingParams, ScoredGroup
 from .wire import PORT_CODECS, pack_prompts, score_from_json
 
@@ -36,10 +37,24 @@ Holder = TypeVar("Holder", bound="HoldsWeights")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOutput:
-    """What a node made: items of its port's kind, and numbers worth keeping."""
+    """What a node made: items of its port's kind, and numbers worth keeping.
+
+    A rollout task that gave up its tail has no items; `left` is the tail, packed.
+    """
 
     items: Sequence[Any]
     metrics: Mapping[str, float]
+    left: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOutput:
+    """What a task made, packed; with `left`, what it gave up instead."""
+
+    data: bytes
+    num_items: int
+    metrics: Mapping[str, float]
+    left: bytes = b""
 
 
 class TaskRunner:
@@ -49,6 +64,7 @@ class TaskRunner:
         self._bootstrap = bootstrap
         self._worker = worker
         self._emit: Emit = _discard
+        self._link: TailLink | None = None
         directory = bootstrap.plugins_dir
         self._plugins: Plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
         self._pipeline: ResolvedPipeline = resolve(
@@ -56,14 +72,15 @@ class TaskRunner:
         )
 
     def run(
-        self, spec: TaskSpec, *, report: Report, emit: Emit
-    ) -> tuple[bytes, int, Mapping[str, float]]:
-        """The packed output of a task, its number of items, and metrics.
+        self, spec: TaskSpec, *, report: Report, emit: Emit, link: TailLink | None = None
+    ) -> TaskOutput:
+        """What a task makes.
 
-        A task that asks for `parts` gives `emit` each group that is finished before the others.
+        A task that asks for `parts` gives `emit` each group that is finished before the others;
+        one with a `link` gives up its last rollouts, or takes in others', when it is told to.
         Raises whatever the node raises; observers' hooks run around it.
         """
-        self._emit = emit
+        self._emit, self._link = emit, link
         chain = [self._pipeline.nodes[name] for name in spec.values["chain"]]
         inputs = [
             PORT_CODECS[kind].decode(data)
@@ -74,8 +91,10 @@ class TaskRunner:
             output = self._observed(node, spec, inputs, report)
             inputs = [list(output.items)]
             metrics |= output.metrics
+            if output.left:
+                return TaskOutput(data=b"", num_items=0, metrics=metrics, left=output.left)
         data = PORT_CODECS[chain[-1].spec.output_kind].encode(output.items)
-        return data, len(output.items), metrics
+        return TaskOutput(data=data, num_items=len(output.items), metrics=metrics)
 
     @property
     def version(self) -> int:
@@ -143,10 +162,18 @@ class TaskRunner:
             ),
             sampling=sampling_params(node),
         )
-        stream = GroupStream(request, step=spec.task.step, first=first, emit=self._emit)
-        rollouts, metrics = self._generate(
-            request, spec, report, in_flight=options.in_flight, stream=stream
-        )
+        positions = range(first, first + len(prompts))
+        stream = GroupStream(request, step=spec.task.step, positions=positions, emit=self._emit)
+        if self._link is not None:
+            rollouts, metrics, left = self._generate_with_tail(
+                request, spec, report, positions=positions, link=self._link
+            )
+            if left:
+                return NodeOutput(items=(), metrics=metrics, left=left)
+        else:
+            rollouts, metrics = self._generate(
+                request, spec, report, in_flight=options.in_flight, stream=stream
+            )
         groups = stream.groups(rollouts, engine=node.components["engine"].name)
         num_tokens = sum(r.num_tokens for group in groups for r in group.rollouts)
         return NodeOutput(
@@ -192,6 +219,31 @@ class TaskRunner:
             "in_flight_pause_seconds": follower.pause_seconds,
             **weights.transport_counts(),
         }
+
+    def _generate_with_tail(
+        self,
+        request: GenerateRequest,
+        spec: TaskSpec,
+        report: Report,
+        *,
+        positions: range,
+        link: TailLink,
+    ) -> tuple[list[list[Rollout]], Mapping[str, float], bytes]:
+        """As `_generate`, or what was left of the task instead."""
+        weights = self._weights
+        arrival = weights.ensure(spec.version, snapshot_id=spec.snapshot_id)
+        started = time.monotonic()
+        task = TailTask(
+            cast("LeavesTail", weights.holder),
+            request,
+            step=spec.task.step,
+            positions=positions,
+            emit=self._emit,
+            link=link,
+        )
+        left = task.run(lambda: report(0))
+        metrics = {**task.metrics(started=started), **arrival.metrics()}
+        return [] if left else task.groups, metrics, left
 
     def _score(
         self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], report: Report
@@ -251,7 +303,8 @@ class TaskRunner:
             ),
             sampling=evaluation_sampling(node, rollout),
         )
-        stream = GroupStream(request, step=spec.task.step, first=first, emit=self._emit)
+        positions = range(first, first + len(request.prompts))
+        stream = GroupStream(request, step=spec.task.step, positions=positions, emit=self._emit)
         rollouts, metrics = self._generate(request, spec, report, in_flight=False, stream=stream)
         groups = stream.groups(rollouts, engine=rollout.components["engine"].name)
         scored = self._score(node, spec, [groups], report)

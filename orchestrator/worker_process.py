@@ -29,6 +29,7 @@ from ..storage.errors import DeltaloomError
 from ..storage.packing import pack, unpack
 from .errors import ConfigError, PipelineError, PluginError, TaskError
 from .executor import TaskSpec, WorkerBootstrap
+from .tail_task import MAIL, Mailbox, TailLink
 from .task_state import TaskId
 from .worker import TaskRunner
 
@@ -68,7 +69,8 @@ def main(socket_fd: int, progress_fd: int, worker: str) -> None:
     connection = Connection(socket_fd)
     progress = Progress(progress_fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    mail: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox, mail), daemon=True).start()
     bootstrap, _ = unpack(inbox.get())
     try:
         runner = TaskRunner(WorkerBootstrap(**bootstrap), worker=worker)
@@ -78,10 +80,16 @@ def main(socket_fd: int, progress_fd: int, worker: str) -> None:
     connection.send_bytes(pack({"kind": "ready", "pid": os.getpid()}, {}))
     while True:
         spec = unpack_spec(inbox.get())
-        connection.send_bytes(_serve(runner, spec, progress, connection))
+        connection.send_bytes(_serve(runner, spec, progress, connection, mail))
 
 
-def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress, connection: Connection) -> bytes:
+def _serve(
+    runner: TaskRunner,
+    spec: TaskSpec,
+    progress: Progress,
+    connection: Connection,
+    mail: queue.SimpleQueue[bytes],
+) -> bytes:
     """Run one task, sending its parts as they are made, and describe its end, good or bad."""
     head = {"task": str(spec.task), "attempt": spec.attempt}
 
@@ -92,15 +100,27 @@ def _serve(runner: TaskRunner, spec: TaskSpec, progress: Progress, connection: C
         part = head | {"kind": "part", "item": item}
         connection.send_bytes(pack(part, {"output": np.frombuffer(output, dtype=np.uint8)}))
 
+    def tell(num_unfinished: int) -> None:
+        connection.send_bytes(pack(head | {"kind": "unfinished", "num": num_unfinished}, {}))
+
+    link = None
+    if threshold := spec.values.get("tail", 0):
+        box = Mailbox(mail, str(spec.task), spec.attempt)
+        link = TailLink(mailbox=box, tell=tell, threshold=threshold)
     try:
-        output, num_items, metrics = runner.run(spec, report=report, emit=emit)
+        output = runner.run(spec, report=report, emit=emit, link=link)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
         fault = {"kind": "fault", "reason": describe(error), "retryable": is_retryable(error)}
         return pack(head | fault, {})
-    result = {"kind": "result", "num_items": num_items, "metrics": dict(metrics)}
-    return pack(head | result, {"output": np.frombuffer(output, dtype=np.uint8)})
+    result = {
+        "kind": "left" if output.left else "result",
+        "num_items": output.num_items,
+        "metrics": dict(output.metrics),
+    }
+    made = np.frombuffer(output.left or output.data, dtype=np.uint8)
+    return pack(head | result, {"output": made})
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -155,10 +175,14 @@ def bootstrap_json(bootstrap: WorkerBootstrap) -> Mapping[str, Any]:
     return {name: getattr(bootstrap, name) for name in names}
 
 
-def _read(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+def _read(
+    connection: Connection, inbox: queue.SimpleQueue[bytes], mail: queue.SimpleQueue[bytes]
+) -> None:
+    """Sort what comes: tasks, and messages to the one that runs."""
     while True:
         try:
-            inbox.put(connection.recv_bytes())
+            data = connection.recv_bytes()
+            (mail if data.startswith(MAIL) else inbox).put(data)
         except (EOFError, OSError):
             os._exit(0)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,11 @@ from deltaloom.orchestrator.interfaces import GenerateRequest
 from deltaloom.plugins.engines.torch_engine import TorchEngine
 from deltaloom.plugins.fusion.lengths import LENGTH_PRESETS
 from deltaloom.plugins.torch_support.decoding import DecodeBatch
+from deltaloom.plugins.torch_support.invariant_decoding import InvariantBatch
 
 PRESET = "laminar-reasoning"
 MEDIAN_TOKENS = 12
+BLOCK_ROWS = 8
 
 
 class LongTailBatch(DecodeBatch):
@@ -36,13 +39,20 @@ class LongTailBatch(DecodeBatch):
         super().record(torch.where(ended, self.stop, tokens), logprobs)
 
 
+class InvariantLongTailBatch(LongTailBatch, InvariantBatch):
+    """The same in blocks of rows."""
+
+
 class LongTailEngine(TorchEngine):
     """Log-normal lengths, a function of each rollout's seed."""
 
     name: ClassVar[str] = "long-tail"
 
     def _new_batch(self, request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> DecodeBatch:
-        batch = LongTailBatch(
+        kind: Callable[..., LongTailBatch] = LongTailBatch
+        if self.is_batch_invariant:
+            kind = partial(InvariantLongTailBatch, block_rows=BLOCK_ROWS)
+        batch = kind(
             self._module,
             prompts,
             group_size=request.group_size,

@@ -25,7 +25,9 @@ from ...orchestrator.errors import RunErrorCode, TaskError
 from ...orchestrator.executor import (
     ExecutorEvent,
     TaskFault,
+    TaskLeft,
     TaskPart,
+    TaskRemaining,
     TaskResult,
     TaskSpec,
     WorkerBootstrap,
@@ -33,6 +35,7 @@ from ...orchestrator.executor import (
     WorkerLeft,
 )
 from ...orchestrator.hookspecs import hookimpl
+from ...orchestrator.task_state import TaskId
 from ...orchestrator.worker_process import (
     DUMP_SIGNAL,
     PROGRESS,
@@ -133,6 +136,12 @@ class LocalExecutor:
         self._submitted += 1
         heapq.heappush(self._queue, (spec.priority, self._submitted, spec))
         self._assign()
+
+    def send(self, task: TaskId, *, attempt: int, message: bytes) -> None:
+        for worker in self._workers.values():
+            spec = worker.spec
+            if spec is not None and (spec.task, spec.attempt) == (task, attempt):
+                self._send(worker, message)
 
     def wake(self) -> None:
         try:
@@ -266,6 +275,8 @@ class LocalExecutor:
             self._last_failure = values["reason"]
         elif kind == "part":
             self._events.append(_part(worker, values, arrays))
+        elif kind == "unfinished":
+            self._events.append(_remaining(worker, values))
         else:
             self._finish(worker, values, arrays)
 
@@ -284,6 +295,18 @@ class LocalExecutor:
                     cause="raised",
                     retryable=values["retryable"],
                     item=worker.item,
+                )
+            )
+            return
+        if values["kind"] == "left":
+            self._events.append(
+                TaskLeft(
+                    task=spec.task,
+                    attempt=spec.attempt,
+                    worker=worker.name,
+                    tail=arrays["output"].tobytes(),
+                    seconds=time.monotonic() - worker.started,
+                    metrics=values["metrics"],
                 )
             )
             return
@@ -354,6 +377,13 @@ class LocalExecutor:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             return worker.process.wait()
+
+
+def _remaining(worker: _Worker, values: Mapping[str, Any]) -> TaskRemaining:
+    assert worker.spec is not None
+    return TaskRemaining(
+        task=worker.spec.task, attempt=worker.spec.attempt, num_unfinished=values["num"]
+    )
 
 
 def _part(worker: _Worker, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> TaskPart:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...orchestrator.fusing import nodes_by_group
+from ...orchestrator.fusing import nodes_by_group, tail_obstacle
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import FusionPlan
 from ...orchestrator.resolve import ResolvedPipeline
+from ...orchestrator.tail_state import TailPolicy
 from .._options import require
 
 
@@ -24,6 +25,14 @@ class InterStageConfig:
     """How many of its last steps count: lengths drift in training."""
     min_speedup: float = 1.0
     """Least forecast speedup of generation with inference that is worth it. With `profile`."""
+    consolidate: bool = False
+    """Move the last rollouts of a step to fewer workers, which frees the others for inference.
+    Wants `rollout.batch_invariant`; how many are the last is simulated, with the lengths and
+    times of `profile` and of the last `last_steps` steps."""
+    tail_rollouts: int = 0
+    """How many are the last, whatever the simulation would say; 0: as it says."""
+    max_batch: int = 8
+    """Rollouts that a worker draws in the time of one: as many as `rollout.block_rows`."""
 
     def __post_init__(self) -> None:
         got = self.last_steps
@@ -32,6 +41,9 @@ class InterStageConfig:
         require(speedup >= 1, option="min_speedup", expected="at least 1", got=speedup)
         known = bool(self.profile) or speedup == 1
         require(known, option="min_speedup", expected="1 without a profile", got=speedup)
+        tail, batch = self.tail_rollouts, self.max_batch
+        require(tail >= 0, option="tail_rollouts", expected="at least 0", got=tail)
+        require(batch >= 1, option="max_batch", expected="at least 1", got=batch)
 
 
 class InterStagePlanner:
@@ -57,14 +69,31 @@ class InterStagePlanner:
         names = nodes_by_group(pipeline)
         if not names:
             return FusionPlan(reason="no score, infer or join node reads rollouts alone")
-        reason = "idle workers take groups that are done while others are drawn"
+        tail, about = self._tail(pipeline)
+        reason = f"idle workers take groups that are done while others are drawn{about}"
         if not self._config.profile:
-            return FusionPlan(by_group=names, reason=reason)
+            return FusionPlan(by_group=names, tail=tail, reason=reason)
         speedup, words = self._forecast(num_workers=pipeline.options.workers)
         if speedup < self._config.min_speedup:
             least = f"less than min_speedup {self._config.min_speedup:g}"
             return FusionPlan(reason=f"{words}, {least}")
-        return FusionPlan(by_group=names, reason=f"{reason}; {words}")
+        return FusionPlan(by_group=names, tail=tail, reason=f"{reason}; {words}")
+
+    def _tail(self, pipeline: ResolvedPipeline) -> tuple[TailPolicy | None, str]:
+        """When the last rollouts are moved, and a line that says so, or why not."""
+        from .tail_policy import SimulatedTail
+
+        config = self._config
+        if not config.consolidate:
+            return None, ""
+        if why := tail_obstacle(pipeline):
+            return None, f"; the last rollouts stay where they are: {why}"
+        policy = SimulatedTail(
+            max_batch=config.max_batch, last_steps=config.last_steps, fixed=config.tail_rollouts
+        )
+        if config.profile:
+            policy.learn_from(Path(config.profile))
+        return policy, f"; {policy.words}"
 
     def _forecast(self, *, num_workers: int) -> tuple[float, str]:
         """What the profile's last steps would have gained, and a line that says so."""
