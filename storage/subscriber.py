@@ -22,7 +22,8 @@ from .rebuild import Rebuilt, followed, links_since, load_links, rebuild
 from .records import CommitInfo, VersionRef
 from .repository import PolicyRepository
 from .spare import SpareCopy
-from .weight_source import Fetched, VersionSource
+from .weight_answers import Fetched
+from .weight_source import VersionSource
 
 Source = Literal["none", "delta", "anchor"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -75,8 +76,8 @@ class RankCluster:
         cut = self.shares if delta is not None and delta.shares_digest else None
         self.catalogue.add(Offer(info=info, payload=None, shares=cut))
 
-    def source(self) -> DirectSource:
-        made = DirectSource(_address(self.driver), token=TOKEN, timeout_seconds=30.0)
+    def source(self, *, clock: Callable[[], float] = time.monotonic) -> DirectSource:
+        made = DirectSource(_address(self.driver), token=TOKEN, timeout_seconds=30.0, clock=clock)
         self._stack.callback(made.close)
         return made
 
@@ -132,6 +133,23 @@ def test_who_joins_late_takes_the_anchor_from_all_ranks(
         staged = receiver.stage()
         assert (staged.direct, staged.source) == (True, "delta"), receiver.last_fallback
         assert same(receiver.activate(staged).tensors, STATES[version + 1])
+
+
+def test_a_rank_that_stays_silent_is_left_alone_longer_each_time(tmp_path: Path) -> None:
+    now = [0.0]
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        source = cluster.source(clock=lambda: now[0])
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=source)
+        receiver.activate(receiver.stage(0))
+        cluster.publish(1)
+        cluster.servers[1].close()
+        tries = []
+        for _ in range(40):
+            assert not receiver.stage(1).direct
+            if "a moment ago" not in receiver.last_fallback:
+                tries.append(now[0])
+            now[0] += 0.25
+        assert tries == [0.0, 0.5, 1.5, 3.5, 7.5]
 
 
 def test_a_rank_that_is_gone_leaves_the_store(tmp_path: Path) -> None:
