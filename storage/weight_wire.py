@@ -6,9 +6,9 @@
 
     frame    u32 header bytes H, u64 body bytes B
     H        header: JSON, with the sizes of the body's parts under "parts"
-    32       code of what came before, keyed, with the number of the frame
+    32       code of what came before, keyed, with "head" and the number of the frame
     B        body: the parts, one after another
-    32       code of the body, if there is one
+    32       code of the body, if there is one, with "body" and the number
 
 Integers are little-endian; proofs and codes are blake2b. Both sides prove that they know the
 token before anything else is said, and nothing is believed before its code was compared. What is
@@ -40,6 +40,8 @@ STRETCH_BYTES: Final = 4 << 20
 _CODE_BYTES: Final = 32
 _PREFIX: Final = struct.Struct("<IQ")
 _NUMBER: Final = struct.Struct("<Q")
+_HEAD: Final = b"head"
+_BODY: Final = b"body"
 
 Part = bytes | memoryview | npt.NDArray[Any]
 Parts = list[npt.NDArray[np.uint8]]
@@ -90,8 +92,10 @@ class Wire:
         start = _PREFIX.pack(len(text), sum(view.nbytes for view in views)) + text
         number = _NUMBER.pack(self._num_sent)
         self._num_sent += 1
-        _send(self._link, start + _code(self._send_key, number, start), self._timeout_seconds)
-        code = hashlib.blake2b(number, key=self._send_key, digest_size=_CODE_BYTES)
+        _send(
+            self._link, start + _code(self._send_key, _HEAD, number, start), self._timeout_seconds
+        )
+        code = hashlib.blake2b(_BODY + number, key=self._send_key, digest_size=_CODE_BYTES)
         for view in views:
             for first in range(0, view.nbytes, STRETCH_BYTES):
                 stretch = view[first : first + STRETCH_BYTES]
@@ -113,7 +117,7 @@ class Wire:
         start = prefix + _read(self._link, num_header, self._timeout_seconds)
         number = _NUMBER.pack(self._num_received)
         self._num_received += 1
-        self._compare(_code(self._receive_key, number, start))
+        self._compare(_code(self._receive_key, _HEAD, number, start))
         header, sizes = _parsed(start[_PREFIX.size :])
         if sum(sizes) != num_body:
             raise failed("a frame's parts do not add up")
@@ -121,7 +125,7 @@ class Wire:
 
     def _body(self, number: bytes, sizes: Sequence[int]) -> Parts:
         parts = [np.empty(size, np.uint8) for size in sizes]
-        code = hashlib.blake2b(number, key=self._receive_key, digest_size=_CODE_BYTES)
+        code = hashlib.blake2b(_BODY + number, key=self._receive_key, digest_size=_CODE_BYTES)
         for part in parts:
             for first in range(0, part.size, STRETCH_BYTES):
                 stretch = part[first : first + STRETCH_BYTES].data

@@ -148,7 +148,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection(offered: Offering, text
     with socket.create_connection(("127.0.0.1", offered.server.port), timeout=10) as link:
         wire = Wire.taken(link, token=TOKEN, timeout_seconds=5)
         start = struct.pack("<IQ", len(text), 0) + text
-        code = hashlib.blake2b(bytes(8) + start, key=wire._send_key, digest_size=32)
+        code = hashlib.blake2b(b"head" + bytes(8) + start, key=wire._send_key, digest_size=32)
         link.sendall(start + code.digest())
         assert link.recv(1) == b""
     assert offered.receiver().stage(9).direct
