@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import pytest
 
 from deltaloom.orchestrator.code_identity import differences_of
 from deltaloom.orchestrator.errors import ConfigError
-from deltaloom.orchestrator.executor import TaskFault, TaskResult, TaskSpec
+from deltaloom.orchestrator.executor import TaskFault, TaskResult, TaskSpec, WorkerBootstrap
 from deltaloom.orchestrator.task_state import TaskId
 from deltaloom.plugins.executors._dask_cluster import DaskConfig
+from deltaloom.plugins.executors._dask_link import DaskLink
 from deltaloom.plugins.executors._dask_members import ROLES, Answer, Members, Seen, Sighting
 
 from .dask_support import dask_processes, other_code
@@ -61,6 +65,29 @@ def test_a_worker_with_other_code_is_refused_with_what_differs(tmp_path: Path) -
     (row,) = deltaloom("workers", tmp_path / "run", "--json").json["workers"]
     assert "deltaloom is 0.0.1" in row["refused"]
     assert row["serves"] == []
+
+
+def test_what_a_task_came_to_is_nobodys_business_once_the_link_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that ends with tasks outstanding, as one that is rolled back, prints nothing of it."""
+    bootstrap = WorkerBootstrap(
+        pipeline_path=str(tiny_pipeline(tmp_path)),
+        plugins_dir=None,
+        overlay={},
+        store_url=str(tmp_path / "store"),
+        branch="main",
+        run_dir=str(tmp_path / "run"),
+        num_threads=1,
+    )
+    with dask_processes(tmp_path / "cluster") as cluster:
+        config = DaskConfig(scheduler=cluster.address)
+        link = DaskLink(config, num_workers=1, bootstrap=bootstrap, inbox=queue.SimpleQueue())
+        futures = [link.submit(SPEC, positions=(), sources=(), needs={}) for _ in range(3)]
+        link.close([])
+        for future in futures:
+            asyncio.run(link._settle(future))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path) -> None:

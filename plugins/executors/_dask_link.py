@@ -11,8 +11,8 @@ import itertools
 import queue
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...orchestrator.code_identity import code_identity
@@ -120,11 +120,26 @@ class DaskLink:
             with suppress(OSError):
                 self._cluster.close(timeout=CLOSE_SECONDS)
 
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Ask the cluster something; that it cannot be reached is noticed by `_watch`.
+
+        A closing client takes its scheduler away under the questions that are open: whatever
+        these raise then is nobody's error.
+        """
+        try:
+            yield
+        except OSError:
+            return
+        except Exception:
+            if not self.closed:
+                raise
+
     async def _watch(self) -> None:
         """Tell what the scheduler sees, over and over."""
         while not self.closed:
             if self.connected:
-                with suppress(OSError):
+                with self._while_open():
                     view = await asyncio.wait_for(
                         self._client.scheduler.identity(n_workers=-1), self._config.silent_seconds
                     )
@@ -148,7 +163,7 @@ class DaskLink:
 
     async def _ask(self, address: str) -> None:
         reply: Mapping[str, Any] | None = None
-        with suppress(OSError):
+        with self._while_open():
             answers = await self._client.run(
                 admit,
                 self.key,
@@ -163,27 +178,33 @@ class DaskLink:
         self._inbox.put(Answer(address, reply))
 
     async def _settle(self, future: Any) -> None:
+        """Tell what a try came to, or that it cannot be known."""
+        outcome = Settled(key=future.key)
+        with self._while_open():
+            outcome = await self._outcome(future)
+        self._inbox.put(outcome)
+
+    async def _outcome(self, future: Any) -> Settled:
         found = await self._client.gather([future], errors="skip", asynchronous=True)
         if found:
-            self._inbox.put(Settled(key=future.key, packed=found[0]))
-        elif future.status == "error":
+            return Settled(key=future.key, packed=found[0])
+        if future.status == "error":
             error = await future.exception(asynchronous=True)
-            self._inbox.put(Settled(key=future.key, error=f"{type(error).__name__}: {error}"))
-        else:
-            self._inbox.put(Settled(key=future.key))
+            return Settled(key=future.key, error=f"{type(error).__name__}: {error}")
+        return Settled(key=future.key)
 
     async def _cancel(self, future: Any) -> None:
-        with suppress(OSError):
+        with self._while_open():
             await future.cancel(asynchronous=True)
 
     async def _ask_holding(self, address: str) -> None:
-        with suppress(OSError):
+        with self._while_open():
             held = await self._client.scheduler.processing(workers=[address])
             self._inbox.put(Holding(address, list(held.get(address, ()))))
 
     async def _run_quietly(self, addresses: list[str], function: Any, *arguments: str) -> None:
         """Run a function on those workers that can be reached."""
-        with suppress(OSError):
+        with self._while_open():
             await self._client.run(
                 function, *arguments, workers=addresses, on_error="ignore", asynchronous=True
             )
