@@ -1,12 +1,13 @@
 """Tokens per second of the torch engine against `transformers` generate on the same weights.
 
-    python -m benchmarks.engine --json [--quick]
+    python -m benchmarks.engine --json [--quick] [--invariant]
 
 Both sample at temperature 1 from one policy, from equal prompts and for an equal number of
 tokens; runs alternate, and the ratio is the median over pairs. `quick-start` has the sizes of
 pipelines/quickstart.py. It and `grouped` ask for the batch as groups of one prompt each, which the
 engine prefills once and generate once a rollout. With two busy threads on two cores any other
-load stalls both sides: measure on a quiet machine.
+load stalls both sides: measure on a quiet machine. `--invariant` measures what rollouts cost whose
+bits do not depend on their batch: the engine against itself with `batch_invariant`, one thread.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from deltaloom.plugins.models.transformer import (
 from deltaloom.plugins.torch_support.tensor_bits import policy_tensors
 
 CASE_SECONDS = 30.0
+BLOCK_ROWS = (8, 32)
 LEAST_PAIRS = 3
 ALPHABET = "".join(map(chr, range(32, 127)))
 
@@ -96,10 +98,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quick", action="store_true", help="one small case, few repeats")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--invariant", action="store_true", help="the cost of batch_invariant")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     cases = CASES[:1] if arguments.quick else CASES
     repeats = 3 if arguments.quick else 9
+    if arguments.invariant:
+        costs = [
+            invariant_row(case, block_rows=size, repeats=repeats)
+            for case in cases
+            for size in BLOCK_ROWS
+        ]
+        name = "engine_invariant_quick" if arguments.quick else "engine_invariant"
+        write_result(name, {"cases": costs})
+        print(json.dumps(costs, indent=1))
+        return
     rows = [measure(case, repeats=repeats) for case in cases]
     payload = {"threads": arguments.threads, "repeats": repeats, "cases": rows}
     write_result("engine_quick" if arguments.quick else "engine", payload)
@@ -117,14 +130,8 @@ def measure(case: Case, *, repeats: int) -> dict[str, Any]:
     """Alternate both sides after a warm-up: `repeats` times, fewer where time runs out."""
     model = make_model(case)
     module = _with_preferences(model.build(seed=0))
-    ours, theirs = _engine_run(case, model, module), _generate_run(case, module)
-    ours(), theirs()
-    started = time.perf_counter()
-    pairs: list[tuple[float, float]] = []
-    while len(pairs) < LEAST_PAIRS or (
-        len(pairs) < repeats and time.perf_counter() - started < CASE_SECONDS
-    ):
-        pairs.append((_seconds(ours), _seconds(theirs)))
+    ours = _engine_run(case, model, module, TorchEngineConfig())
+    pairs = _pairs(ours, _generate_run(case, module), repeats=repeats)
     num_tokens = case.batch_size * case.new_tokens
     return {
         **asdict(case),
@@ -136,6 +143,43 @@ def measure(case: Case, *, repeats: int) -> dict[str, Any]:
         "ratio_range": [min(b / a for a, b in pairs), max(b / a for a, b in pairs)],
         "largest_logit_difference": logit_difference(case, module),
     }
+
+
+def invariant_row(case: Case, *, block_rows: int, repeats: int) -> dict[str, Any]:
+    """How many times as long the engine takes for rollouts that do not depend on their batch."""
+    model = make_model(case)
+    module = _with_preferences(model.build(seed=0))
+    configs = (
+        TorchEngineConfig(num_threads=1),
+        TorchEngineConfig(batch_invariant=True, block_rows=block_rows),
+    )
+    plain, invariant = (_engine_run(case, model, module, config) for config in configs)
+    pairs = _pairs(plain, invariant, repeats=repeats)
+    ratios = [b / a for a, b in pairs]
+    return {
+        "name": case.name,
+        "block_rows": block_rows,
+        "pairs": len(pairs),
+        "seconds_plain": round(statistics.median(a for a, _ in pairs), 4),
+        "seconds_invariant": round(statistics.median(b for _, b in pairs), 4),
+        "ratio": round(statistics.median(ratios), 2),
+        "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+    }
+
+
+def _pairs(
+    ours: Callable[[], None], theirs: Callable[[], None], *, repeats: int
+) -> list[tuple[float, float]]:
+    """Seconds of both in turns, after a warm-up."""
+    ours()
+    theirs()
+    started = time.perf_counter()
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < LEAST_PAIRS or (
+        len(pairs) < repeats and time.perf_counter() - started < CASE_SECONDS
+    ):
+        pairs.append((_seconds(ours), _seconds(theirs)))
+    return pairs
 
 
 def make_model(case: Case) -> Transformer:
@@ -178,8 +222,10 @@ def logit_difference(case: Case, module: torch.nn.Module) -> float:
         return float((module(tokens) - as_llama(case, module)(tokens).logits).abs().max())
 
 
-def _engine_run(case: Case, model: Transformer, module: torch.nn.Module) -> Callable[[], None]:
-    engine = TorchEngine(TorchEngineConfig(), model=model)
+def _engine_run(
+    case: Case, model: Transformer, module: torch.nn.Module, options: TorchEngineConfig
+) -> Callable[[], None]:
+    engine = TorchEngine(options, model=model)
     policy = policy_tensors(module, dtype=torch.float32)
     engine.activate(WeightUpdate(version=0, snapshot_id="0", tensors=policy, changes=None))
     num_prompts = case.batch_size // case.group_size
