@@ -23,7 +23,7 @@ from .accounting import Accounting, Ledger, LedgerRow, since
 from .background import BackgroundThread, Completion
 from .dispatching import QueueTimes, priority_of, rollout_rows
 from .empty_steps import EmptySteps
-from .errors import DeadlineError, RunErrorCode, TaskError
+from .errors import RunErrorCode, TaskError
 from .evaluation_state import EvaluationState
 from .examples import learns_from_prompts, open_examples
 from .executor import (
@@ -74,7 +74,8 @@ from .task_state import (
     VersionPublished,
 )
 from .training import StepOutcome, StepResult, publish_times
-from .waits import Outstanding, Wait, seconds_without_progress, task_waits, worker_words
+from .waits import Outstanding
+from .watchdog import Watchdog
 from .wire import PORT_CODECS, score_to_json, unpack_prompts
 from .worker_board import WorkerBoard
 
@@ -115,7 +116,6 @@ class Driver:
         board: WorkerBoard,
         spool: ResultSpool | None = None,
     ) -> None:
-        self._board = board
         self._spool = spool
         self._found: list[TaskResult] = []
         self._pipeline = pipeline
@@ -151,7 +151,17 @@ class Driver:
         self._empty_steps = EmptySteps(limit=pipeline.options.max_empty_steps)
         self._trainer = BackgroundThread("trainer", notify=executor.wake)
         self._committer = BackgroundThread("committer", notify=executor.wake)
-        self._started = self._progressed = time.monotonic()
+        self._started = time.monotonic()
+        self._watchdog = Watchdog(
+            pipeline=pipeline,
+            state=state,
+            evaluations=evaluations,
+            executor=executor,
+            trainer=self._trainer,
+            committer=self._committer,
+            board=board,
+            describe=self._outstanding,
+        )
         self._from_prompts = learns_from_prompts(pipeline)
 
     def run(self) -> Halt | None:
@@ -225,14 +235,14 @@ class Driver:
         found, self._found = self._found, []
         timeout = 0.0 if found else POLL_SECONDS
         for seen in [*found, *self._executor.poll(timeout_seconds=timeout)]:
-            self._progressed = time.monotonic()
+            self._watchdog.progressed()
             for event in self._tails.seen(seen):
                 events += self._on_executor_event(event)
         events += [self._on_trained(done) for done in self._trainer.completed()]
         events += [e for done in self._committer.completed() for e in self._on_committer(done)]
         if not events:
-            self._check_deadlines()
-        self._watch()
+            self._watchdog.check()
+        self._watchdog.show()
         return events
 
     def _on_executor_event(self, event: ExecutorEvent) -> list[Event]:
@@ -426,7 +436,7 @@ class Driver:
 
     def _on_committer(self, done: Completion) -> list[Event]:
         """A commit, or a verdict, which either lets the run go on or ends it."""
-        self._progressed = time.monotonic()
+        self._watchdog.progressed()
         result = _result(done)
         if isinstance(result, Committed):
             return [self._on_committed(result, seconds=done.seconds)]
@@ -437,7 +447,7 @@ class Driver:
         return [VersionJudged(version=verdict.version)]
 
     def _on_trained(self, done: Completion) -> StepTrained:
-        self._progressed = time.monotonic()
+        self._watchdog.progressed()
         outcome: StepResult = _result(done)
         self._ledger.close(outcome.rows)
         self._empty_steps.check(outcome, self._ledger.closed)
@@ -502,60 +512,6 @@ class Driver:
         for observer in self._observers:
             observer.on_step(record)
 
-    def _watch(self) -> None:
-        """Let others see what the workers do."""
-        if self._board.due:
-            workers = self._executor.workers()
-            self._board.show(workers, self._waits(workers))
-
-    def _check_deadlines(self) -> None:
-        (train,) = self._pipeline.by_role("train") or (None,)
-        (publish,) = self._pipeline.by_role("publish") or (None,)
-        if train and self._trainer.busy_seconds() > train.options.timeout_seconds:
-            raise self._late(f"training of step {self._state.training} (node {train.name!r})")
-        if publish and self._committer.busy_seconds() > publish.options.timeout_seconds:
-            raise self._late(f"{self._committers_work} (node {publish.name!r})")
-        idle = time.monotonic() - self._progressed
-        busy = self._trainer.busy_seconds() or self._committer.busy_seconds()
-        limit = self._pipeline.options.stall_seconds
-        if (
-            not busy
-            and idle > limit
-            and seconds_without_progress(idle, self._executor.workers()) > limit
-        ):
-            raise self._late("any progress")
-
-    @property
-    def _committers_work(self) -> str:
-        if self._state.publishing is not None:
-            return f"the commit of version {self._state.publishing}"
-        return f"the verdict on version {self._evaluations.judging}"
-
-    def _waits(self, workers: Sequence[Mapping[str, Any]]) -> list[Wait]:
-        """All that is outstanding, with who must deliver it."""
-        outstanding = [*self._state.outstanding(), *self._evaluations.outstanding()]
-        waits = task_waits(
-            [self._outstanding(task, attempt) for task, attempt in outstanding],
-            workers,
-            idle_seconds=time.monotonic() - self._progressed,
-            stall_seconds=self._pipeline.options.stall_seconds,
-        )
-        for role, what, thread in (
-            ("train", f"training of step {self._state.training}", self._trainer),
-            ("publish", self._committers_work, self._committer),
-        ):
-            if thread.busy_seconds():
-                (node,) = self._pipeline.by_role(role)
-                waits.append(
-                    Wait(
-                        what=what,
-                        producer=f"the driver's {thread.name} thread (node {node.name!r})",
-                        seconds=thread.busy_seconds(),
-                        deadline_seconds=node.options.timeout_seconds,
-                    )
-                )
-        return waits
-
     def _outstanding(self, task: TaskId, attempt: int) -> Outstanding:
         return Outstanding(
             task=task,
@@ -563,19 +519,6 @@ class Driver:
             held_as=self._tails.holder(task),
             version=self._policy_of(task)[0],
             deadline_seconds=self._pipeline.nodes[task.node].options.timeout_seconds,
-        )
-
-    def _late(self, what: str) -> DeadlineError:
-        workers = self._executor.workers()
-        waits = self._waits(workers)
-        self._executor.dump()
-        dump = self._board.dump(workers, waits)
-        return DeadlineError(
-            f"waited too long for {what}. Waiting for: "
-            f"{'; '.join(wait.words for wait in waits) or 'nothing'}. Workers: "
-            f"{'; '.join(map(worker_words, workers)) or 'none'}.",
-            code=RunErrorCode.NO_PROGRESS,
-            remedy=f"What everybody was doing is in {dump}." if dump else None,
         )
 
     def _rollout_of(self, task: TaskId) -> TaskId:
