@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..storage.bits import state_digest, tensor_digest
 from ..storage.shares import cut_digest
@@ -17,7 +17,7 @@ from .comparing import BitDistance, bit_distance
 from .errors import RunError, RunErrorCode
 from .interfaces import Algorithm, Trainer
 from .resolve import ResolvedPipeline
-from .types import TrainerState
+from .types import TrainBatch, TrainerState
 from .worker import sampling_params
 
 if TYPE_CHECKING:
@@ -74,6 +74,15 @@ class Replay:
 
     num_replayed: int
     divergence: Divergence | None
+
+
+@runtime_checkable
+class TrainsAgain(Protocol):
+    """What a trainer offers that is faster while no rollouts are generated beside it."""
+
+    def train_again(self, batch: TrainBatch) -> Mapping[str, float]:
+        """`train_step` to the bit, with all cores of the machine to itself."""
+        ...
 
 
 Report = Callable[[ReplayedVersion], None]
@@ -150,7 +159,10 @@ def train_again(
 ) -> Mapping[str, float]:
     """One step on the batch stored with a version, from the version before it."""
     values, arrays = repository.read_table(info.snapshot_id, "batch")
-    return trainer.train_step(batch_from_columns(arrays, values))
+    batch = batch_from_columns(arrays, values)
+    if isinstance(trainer, TrainsAgain):
+        return trainer.train_again(batch)
+    return trainer.train_step(batch)
 
 
 def check_bits(

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name every torch user reads at once
 
 from deltaloom.orchestrator.batching import build_batch
 from deltaloom.orchestrator.errors import ConfigError, RunError
 from deltaloom.orchestrator.types import SamplingParams, TrainBatch, TrainerState
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.optimizers.adamw import AdamW, AdamWConfig
+from deltaloom.plugins.torch_support import side_by_side
 from deltaloom.plugins.torch_support.tensor_bits import load_policy
 from deltaloom.plugins.trainers.torch_trainer import TorchTrainer, TorchTrainerConfig
 
@@ -72,6 +74,42 @@ def test_gradients_do_not_depend_on_the_micro_batch(aggregation: str, size: int)
     assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def _after_two_steps(trainer: TorchTrainer, *, again: bool) -> tuple[dict[str, bytes], list[bytes]]:
+    """The bits of two steps on one batch: of the policy, and of the trainer's state."""
+    trained = trainer.train_again if again else trainer.train_step
+    metrics = [trained(BATCH) for _ in range(2)]
+    assert metrics[1]["loss"] != metrics[0]["loss"]
+    arrays = trainer.state().arrays
+    return policy_bytes(trainer.policy()), [arrays[name].tobytes() for name in sorted(arrays)]
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 3, 5])
+def test_micro_batches_side_by_side_give_the_bits_of_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, num_at_once: int, size: int
+) -> None:
+    monkeypatch.setattr(side_by_side, "num_fitting", lambda: num_at_once)
+    step = _after_two_steps(_trainer(micro_batch_rollouts=size), again=False)
+    assert _after_two_steps(_trainer(micro_batch_rollouts=size), again=True) == step
+    first, second = _trainer(micro_batch_rollouts=size), _trainer(micro_batch_rollouts=size)
+    first.train_step(BATCH)
+    second.train_again(BATCH)
+    assert first.logprob_differences().tobytes() == second.logprob_differences().tobytes()
+
+
+def test_a_model_that_draws_random_numbers_is_trained_again_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(side_by_side, "num_fitting", lambda: 3)
+    found = []
+    for again in (False, True):
+        trainer = _trainer(micro_batch_rollouts=3)
+        trainer.module.register_forward_hook(lambda _module, _inputs, out: F.dropout(out, 0.2))
+        found.append(_after_two_steps(trainer, again=again))
+    assert found[0] == found[1]
+    assert found[0] != _after_two_steps(_trainer(micro_batch_rollouts=3), again=False)
 
 
 def test_metrics_do_not_depend_on_the_micro_batch() -> None:

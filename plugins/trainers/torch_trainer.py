@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -30,7 +31,8 @@ class TorchTrainerConfig:
 
     micro_batch_rollouts: int = 0
     """Rollouts computed at once; 0 takes the whole batch. The result does not depend on it
-    beyond float32 rounding, memory does."""
+    beyond float32 rounding, memory does. A replay computes several micro-batches side by side, as
+    many as there are cores, with the same bits."""
     num_passes: int = 1
     """Optimizer steps on each batch (PPO's epochs), every one on the whole of it. Beyond the
     first, the policy at the start of the step is its own: `old_logprobs` of the loss."""
@@ -82,6 +84,7 @@ class TorchTrainer:
         self._policy_dtype = dtype_named(config.policy_dtype)
         self._seed = 0
         self._num_updates = 0
+        self._num_at_once = 1
         self._sums: MetricSums | None = None
         self._module: torch.nn.Module | None = None
 
@@ -137,6 +140,19 @@ class TorchTrainer:
                 metrics = self._train_pass(self._prepared(batch), sums)
         return {**metrics, "tokens": float(batch.num_trained_tokens), "empty": 0.0}
 
+    def train_again(self, batch: TrainBatch) -> Mapping[str, float]:
+        """`train_step` to the bit, with as many micro-batches side by side as cores allow: for
+        replays, which generate no rollouts meanwhile."""
+        from ..torch_support.determinism import compute_threads
+        from ..torch_support.side_by_side import num_fitting
+
+        with compute_threads(self._num_threads):
+            self._num_at_once = num_fitting()
+        try:
+            return self.train_step(batch)
+        finally:
+            self._num_at_once = 1
+
     def logprob_differences(self) -> FloatArray:
         """See `ComparesLogprobs`; empty before the first step."""
         return np.zeros(0, np.float32) if self._sums is None else self._sums.token_differences()
@@ -188,8 +204,35 @@ class TorchTrainer:
         sums: MetricSums,
     ) -> None:
         """Put the gradients of all micro-batches into the module; metrics are added to `sums`."""
+        if min(self._num_at_once, len(cut)) > 1 and self._side_by_side(module, cut, totals, sums):
+            return
         for micro in cut:
-            self._accumulate(module, micro, totals, sums)
+            loss = self._loss(module, micro, totals, sums)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def _side_by_side(
+        self,
+        module: torch.nn.Module,
+        cut: Sequence[MicroBatch],
+        totals: BatchTotals,
+        sums: MetricSums,
+    ) -> bool:
+        """The same with several micro-batches at once; False, and nothing done, if that would be
+        another result."""
+        from ..torch_support.metrics import MetricSums
+        from ..torch_support.side_by_side import add_gradients
+
+        own = [MetricSums() for _ in cut]
+        losses = [
+            partial(self._loss, module, micro, totals, its)
+            for micro, its in zip(cut, own, strict=True)
+        ]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        done = add_gradients(trained, losses, num_at_once=self._num_at_once)
+        for its in own if done else ():
+            sums.merge(its)
+        return done
 
     def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the logprobs of the policy as it is now, where later passes need them."""
@@ -223,20 +266,18 @@ class TorchTrainer:
                 parts.append(logprobs.numpy())
         return np.concatenate(parts)
 
-    def _accumulate(
+    def _loss(
         self,
         module: torch.nn.Module,
         micro: MicroBatch,
         totals: BatchTotals,
         sums: MetricSums,
-    ) -> None:
-        """Add one micro-batch's gradients and metric sums."""
+    ) -> torch.Tensor:
+        """One micro-batch's share of the loss; its metrics are added to `sums`."""
         policy_loss = self._policy_loss()
         logits = module(micro.inputs, at=micro.at)
         values = self._values(module, micro)
-        loss = policy_loss(logits, micro, totals=totals, sums=sums, values=values)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        return policy_loss(logits, micro, totals=totals, sums=sums, values=values)
 
     def _policy_loss(self) -> PolicyLoss:
         from ..torch_support.policy_loss import PolicyLoss
