@@ -53,6 +53,7 @@ class RunErrorCode(StrEnum):
     RANK_LOST = "rank-lost"
     GUARD_PAUSED = "guard-paused"
     NO_TRANSPORT = "no-transport"
+    STAGE_LOST = "stage-lost"
 
 
 class OrchestratorError(DeltaloomError):

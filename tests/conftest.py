@@ -13,7 +13,11 @@ from hypothesis import HealthCheck, settings
 
 from .report_support import run_to_look_at
 
-collect_ignore = [] if find_spec("torchtitan") else ["test_titan.py"]
+collect_ignore = [
+    name
+    for name, library in {"test_titan.py": "torchtitan", "test_pipeline_mesh.py": "monarch"}.items()
+    if not find_spec(library)
+]
 """Tests of the extra `titan` are there where it is installed."""
 
 PATIENT = [HealthCheck.too_slow]

@@ -26,13 +26,12 @@ from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.models.transformer import Transformer
 from deltaloom.plugins.optimizers.adamw import AdamW, AdamWConfig
 from deltaloom.plugins.optimizers.nesterov_delay import NesterovDelay, NesterovDelayConfig
+from deltaloom.plugins.pipeline.options import AsyncPipelineConfig
+from deltaloom.plugins.pipeline.parts import cut_module
 from deltaloom.plugins.pipeline.policy_versions import StageVersions
 from deltaloom.plugins.pipeline.stage import UpdateRecord
-from deltaloom.plugins.pipeline.trainer import (
-    AsyncPipelineConfig,
-    AsyncPipelineTrainer,
-    cut_module,
-)
+from deltaloom.plugins.pipeline.stages import ThreadedPipeline
+from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 from deltaloom.plugins.torch_support.micro_batches import mini_batches, take_rollouts
 
 from .resume_support import killed_at, resume, start
@@ -225,7 +224,8 @@ def test_learning_rate_and_momentum_are_linear_in_the_stage() -> None:
         trainer = pipeline_trainer(
             optimizer=optimizer, num_stages=3, first_stage_lr=0.5, first_stage_momentum=0.99
         )
-        return [stage.optimizer.param_groups[0] for stage in trainer._pipeline.stages]
+        assert isinstance(trainer._built, ThreadedPipeline)
+        return [stage.optimizer.param_groups[0] for stage in trainer._built.pipeline.stages]
 
     ours = groups(NesterovDelay(NesterovDelayConfig(lr=0.2, momentum=0.9)))
     assert [group["lr"] for group in ours] == pytest.approx([0.1, 0.15, 0.2])

@@ -1,1 +1,1 @@
-"""Pipeline-parallel training: schedules, staleness, a simulator and a threaded runtime."""
+"""Pipeline-parallel training: schedules, staleness, a simulator and a runtime."""

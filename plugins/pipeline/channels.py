@@ -1,4 +1,4 @@
-"""Messages between stage threads. Every wait has a deadline and an error that says what for."""
+"""Messages between stages. Every wait has a deadline and an error that says what for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...orchestrator.errors import DeadlineError, RunErrorCode
 from ..torch_support.stage_threads import Halt
@@ -30,6 +30,18 @@ class Message:
     weight: float = 1.0
     at: torch.Tensor | None = None
     arrives: float = 0.0
+
+
+class Outlet(Protocol):
+    """Where a stage sends what a neighbour needs: its inbox, or a connection to it."""
+
+    def put(self, kind: OpKind, micro_batch: int, message: Message) -> None:
+        """Deliver the input of an operation."""
+        ...
+
+    def close(self, total: int) -> None:
+        """Say that there are `total` micro-batches and no more."""
+        ...
 
 
 class Inbox:
@@ -130,14 +142,19 @@ class NormExchange:
         self._values: dict[int, dict[int, float]] = {}
         halt.watch(self._complete)
 
+    def put(self, value: float, *, stage: int, update: int) -> None:
+        """Take what a stage gives for this update."""
+        with self._complete:
+            self._values.setdefault(update, {})[stage] = value
+            self._complete.notify_all()
+
     def total(self, value: float, *, stage: int, update: int, deadline_seconds: float) -> float:
         """The sum over all stages, in stage order, of what they gave for this update."""
         deadline = monotonic() + deadline_seconds
+        self.put(value, stage=stage, update=update)
         with self._complete:
-            values = self._values.setdefault(update, {})
-            values[stage] = value
+            values = self._values[update]
             self._values.pop(update - 2, None)
-            self._complete.notify_all()
             while len(values) < self._num_stages:
                 self._halt.check()
                 remaining = deadline - monotonic()

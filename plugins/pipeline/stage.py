@@ -178,7 +178,7 @@ class Stage:
             source=source, output=output, leaves=leaves, version=version, weight=message.weight
         )
         return Message(
-            tensor=output.detach(),
+            tensor=output.detach().contiguous(),
             targets=message.targets,
             weight=message.weight,
             at=message.at,
@@ -200,7 +200,8 @@ class Stage:
         self._weights.backward(micro_batch)
         if self.index == 0:
             return None
-        return torch.zeros_like(flight.source) if found[-1] is None else found[-1]
+        gradient = torch.zeros_like(flight.source) if found[-1] is None else found[-1]
+        return gradient.contiguous()
 
     def update(self, *, scale: float, gradient_norm: float) -> UpdateRecord:
         """One optimizer step on the mean gradient times `scale`.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...orchestrator.errors import ConfigError, PluginError, RunError, RunErrorCode
+from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
 from ...orchestrator.types import SamplingParams, TrainBatch, TrainerState
-from .._options import require
+from .options import AsyncPipelineConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,65 +21,15 @@ if TYPE_CHECKING:
     import torch
 
     from ...storage.bits import PolicyTensors
-    from ..torch_support.metrics import MetricSums
+    from .parts import PipelineParts
     from .policy_versions import StageVersions
-    from .runtime import PipelineTrainer, TrainResult
-    from .schedule import Schedule
+    from .remote import RemoteStages
+    from .stages import Stages, StepResult
     from .worker import MicroBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncPipelineConfig:
-    """How the model is cut and a batch becomes updates. Raises `ConfigError` for what cannot be."""
-
-    num_stages: int = 2
-    """Stages of whole layers, one thread each."""
-    pipeline_schedule: Literal["async-1f1b", "1f1b", "gpipe"] = "async-1f1b"
-    """"1f1b" and "gpipe" flush the pipeline at every update: no gradient is stale."""
-    updates_per_step: int = 1
-    """Updates a batch is cut into, fewer for a batch of fewer rollouts. With more than one, the
-    logprobs of the policy before the first (`old` in decoupled losses) cost one more forward."""
-    micro_batches_per_update: int = 4
-    """Micro-batches accumulated for one update of each stage."""
-    stash: bool = True
-    """Backward with the weights of the forward; False: with the newest ones."""
-    drain_each_step: bool = False
-    """Finish what is in flight before a version is published. Without it micro-batches stay in
-    flight from step to step, and the stages of a version have had different numbers of updates."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 never scales."""
-    clip: Literal["stage", "global"] = "stage"
-    """Whose norm is limited; "global" needs a synchronous schedule."""
-    first_stage_lr: float = 1.0
-    """Learning rate of the first stage as a share of the optimizer's, which is that of the last
-    stage; linear in between (arXiv 2505.01099 without a stash)."""
-    first_stage_momentum: float = 0.0
-    """Momentum (or beta1) of the first stage, linear to the optimizer's at the last; 0: its own."""
-    deadline_seconds: float = 600.0
-    """Longest one stage may wait for another."""
-    policy_dtype: str = "bfloat16"
-    """The dtype policies are published in; masters stay float32."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_stages", "updates_per_step", "micro_batches_per_update"):
-            got = getattr(self, name)
-            require(got >= 1, option=name, expected="at least 1", got=got)
-        norm, lr, momentum = self.max_grad_norm, self.first_stage_lr, self.first_stage_momentum
-        require(norm >= 0, option="max_grad_norm", expected=">= 0", got=norm)
-        require(0 < lr <= 1, option="first_stage_lr", expected="in (0, 1]", got=lr)
-        require(
-            0 <= momentum < 1, option="first_stage_momentum", expected="in [0, 1)", got=momentum
-        )
-        if not self.stash and not self.drain_each_step and self.num_stages > 1:
-            raise ConfigError(
-                "drain_each_step must be true with stash=false, got false: micro-batches in flight "
-                "could not be restored without the weights of their forward.",
-                code=RunErrorCode.WRONG_TYPE,
-            )
-
-
 class AsyncPipelineTrainer:
-    """Trains a model's stages in threads, each at its own version, and publishes them together.
+    """Trains a model's stages, each at its own version, and publishes them together.
 
     A step is a function of state and batch: the order of operations is fixed by counters, and a
     state includes the micro-batches in flight. A policy is a vector of stage versions
@@ -98,50 +49,33 @@ class AsyncPipelineTrainer:
         sampling: SamplingParams | None = None,
         num_threads: int = 0,
     ) -> None:
-        from ..torch_support.policy_loss import PolicyLoss
         from ..torch_support.tensor_bits import dtype_named
 
         self._config = config
         self._algorithm = algorithm
         self._model = model
         self._rule = optimizer
+        self._sampling = sampling
         self._num_threads = num_threads
         self._policy_dtype = dtype_named(config.policy_dtype)
-        self._policy_loss = PolicyLoss(
-            algorithm=algorithm,
-            temperature=(sampling.temperature if sampling else 1.0) or 1.0,
-            top_p=sampling.top_p if sampling else 1.0,
-            max_length=sampling.max_new_tokens if sampling else 0,
-        )
         self._seed = 0
         self._module: torch.nn.Module | None = None
-        self._built: PipelineTrainer | None = None
-        self._sums: MetricSums | None = None
+        self._built: Stages | None = None
 
     def initialize(self, *, seed: int) -> None:
         """Start at v0: the model's own initial weights, no moments, nothing in flight.
 
-        Raises `ConfigError` or `PluginError` for a model that cannot be cut.
+        Raises `ConfigError` or `PluginError` for a model that cannot be cut, and `PluginError`
+        for stages whose components cannot be built again in another process.
         """
         from .policy_versions import StageVersions
-        from .runtime import PipelineConfig, PipelineTrainer
 
-        config = self._config
+        self.close()
         self._seed = seed
-        self._module = self._model.build(seed=seed).train()
-        self._built = PipelineTrainer(
-            cut_module(self._module, num_stages=config.num_stages, model=self._model.name),
-            loss=self._loss,
-            build_optimizer=self._build_optimizer,
-            config=PipelineConfig(
-                schedule=self._schedule(),
-                stash=config.stash,
-                clip_norm=config.max_grad_norm or None,
-                clip=config.clip,
-                deadline_seconds=config.deadline_seconds,
-            ),
-        )
-        self._versions: StageVersions = StageVersions.start(config.num_stages)
+        module = self._model.build(seed=seed).train()
+        self._built = self._open_stages(module)
+        self._module = module
+        self._versions: StageVersions = StageVersions.start(self._config.num_stages)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -151,7 +85,7 @@ class AsyncPipelineTrainer:
         return self._module
 
     @property
-    def _pipeline(self) -> PipelineTrainer:
+    def _pipeline(self) -> Stages:
         if self._built is None:
             raise _not_initialized()
         return self._built
@@ -176,22 +110,23 @@ class AsyncPipelineTrainer:
         means over stages and updates, with their largest value as `..._max`.
         """
         from ..torch_support.determinism import compute_threads, deterministic
-        from ..torch_support.metrics import MetricSums, empty_metrics
+        from ..torch_support.metrics import empty_metrics
 
         step = batch.policy_version
-        sums = self._sums = MetricSums()
         with compute_threads(self._num_threads), deterministic(seed=self._seed, step=step):
             micro_batches = self._micro_batches(self._with_logprobs(batch))
-            result = self._pipeline.train(micro_batches, drain=self._config.drain_each_step)
+            done = self._pipeline.train(
+                micro_batches, step=step, drain=self._config.drain_each_step
+            )
         self._versions = self._versions.after(
             step + 1,
             stage_versions=self._pipeline.versions,
-            updates=result.updates,
+            updates=done.result.updates,
             micro_batches_per_update=self._config.micro_batches_per_update,
         )
         if not micro_batches:
             return empty_metrics()
-        return self._metrics(result, sums, batch, num_micro_batches=len(micro_batches))
+        return self._metrics(done, batch, num_micro_batches=len(micro_batches))
 
     def state(self) -> TrainerState:
         """Masters, moments, schedules and micro-batches in flight, as copies."""
@@ -215,35 +150,37 @@ class AsyncPipelineTrainer:
             self._pipeline.load(state.arrays)
 
     def close(self) -> None:
-        """Let go of the weights."""
-        self._module = self._built = None
+        """Let go of the weights, and end the processes of stages."""
+        stages, self._module, self._built = self._built, None, None
+        if stages is not None:
+            stages.close()
 
-    def _schedule(self) -> Schedule:
-        from .schedule import Schedule
+    def _open_stages(self, module: torch.nn.Module) -> Stages:
+        """The stages of this module, where the options say."""
+        from .remote import RemotePipeline
+        from .stages import ThreadedPipeline
 
-        return Schedule(
-            name=self._config.pipeline_schedule,
-            num_stages=self._config.num_stages,
-            micro_batches_per_update=self._config.micro_batches_per_update,
+        parts = self._parts()
+        modules, config = parts.cut(module), self._config
+        if config.stages == "threads":
+            return ThreadedPipeline(modules, parts=parts)
+        opening = partial(open_processes, config, num_threads=self._num_threads)
+        return RemotePipeline(modules, parts=parts, seed=self._seed, open_stages=opening)
+
+    def _parts(self) -> PipelineParts:
+        from .parts import PipelineParts
+
+        sampling = self._sampling
+        return PipelineParts(
+            config=self._config,
+            model=self._model,
+            algorithm=self._algorithm,
+            optimizer=self._rule,
+            temperature=(sampling.temperature if sampling else 1.0) or 1.0,
+            top_p=sampling.top_p if sampling else 1.0,
+            max_length=sampling.max_new_tokens if sampling else 0,
+            num_threads=self._num_threads,
         )
-
-    def _build_optimizer(
-        self, stage: int, named: Sequence[tuple[str, torch.Tensor]]
-    ) -> torch.optim.Optimizer:
-        """The optimizer of one stage, with its share of learning rate and momentum."""
-        optimizer = self._rule.build(named)
-        distance = (self._config.num_stages - 1 - stage) / max(self._config.num_stages - 1, 1)
-        momentum = self._config.first_stage_momentum
-        for group in optimizer.param_groups:
-            group["lr"] *= 1 - (1 - self._config.first_stage_lr) * distance
-            if not momentum:
-                continue
-            if "momentum" in group:
-                group["momentum"] += (momentum - group["momentum"]) * distance
-            elif "betas" in group:
-                beta1, beta2 = group["betas"]
-                group["betas"] = (beta1 + (momentum - beta1) * distance, beta2)
-        return optimizer
 
     def _with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with what its loss needs of the policy as it stands before the first update.
@@ -273,11 +210,11 @@ class AsyncPipelineTrainer:
 
         parts = self._config.updates_per_step * self._config.micro_batches_per_update
         size = -(-batch.num_rollouts // parts)
-        found = []
+        found, loss = [], self._parts().policy_loss()
         with torch.no_grad():
             for micro in micro_batches(batch, num_rollouts=size):
                 logits = self.module(micro.inputs, at=micro.at)
-                found.append(self._policy_loss.logprobs(logits, micro)[1].numpy())
+                found.append(loss.logprobs(logits, micro)[1].numpy())
         return np.concatenate(found)
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
@@ -309,28 +246,33 @@ class AsyncPipelineTrainer:
         self._versions = self._versions.fed(range(first, first + len(made)), drawn_by=oldest)
         return made
 
-    def _loss(self, logits: torch.Tensor, targets: Any) -> torch.Tensor:
-        """One micro-batch's share; runs in the thread of the last stage."""
-        micro, totals = targets
-        assert self._sums is not None
-        loss = self._policy_loss(logits, micro, totals=totals, sums=self._sums)
-        return loss if loss.requires_grad else loss + 0.0 * logits.sum()
-
     def _metrics(
-        self, result: TrainResult, sums: MetricSums, batch: TrainBatch, *, num_micro_batches: int
+        self, done: StepResult, batch: TrainBatch, *, num_micro_batches: int
     ) -> Mapping[str, float]:
-        squares = [fmean(r.gradient_norm**2 for r in stage) for stage in result.updates if stage]
-        means = sums.means()
+        updates = done.result.updates
+        squares = [fmean(r.gradient_norm**2 for r in stage) for stage in updates if stage]
         num_updates = num_micro_batches / self._config.micro_batches_per_update
         return {
-            **means,
-            "loss": means["loss"] / num_updates,
+            **done.means,
+            "loss": done.means["loss"] / num_updates,
             "grad_norm": math.sqrt(sum(squares)),
-            "learning_rate": float(self._pipeline.stages[-1].optimizer.param_groups[0]["lr"]),
+            "learning_rate": done.learning_rate,
             "tokens": float(batch.num_trained_tokens),
             "empty": 0.0,
             **self._versions.metrics(),
         }
+
+
+def open_processes(config: AsyncPipelineConfig, *, num_threads: int) -> RemoteStages:
+    """Processes of stages, started. Raises `PluginError` without the extra that starts them."""
+    num_stages, seconds = config.num_stages, config.deadline_seconds
+    if config.stages == "monarch":
+        from .stage_mesh import StageMesh
+
+        return StageMesh(num_stages=num_stages, deadline_seconds=seconds)
+    from .processes import StageProcesses
+
+    return StageProcesses(num_stages=num_stages, num_threads=num_threads, deadline_seconds=seconds)
 
 
 def _not_initialized() -> RunError:
@@ -339,24 +281,6 @@ def _not_initialized() -> RunError:
         code=RunErrorCode.RUN_MISMATCH,
         remedy="Call initialize or load first.",
     )
-
-
-def cut_module(
-    module: torch.nn.Module, *, num_stages: int, model: str
-) -> Sequence[torch.nn.Module]:
-    """The stages of a module that can be cut: one with `cut(num_stages)`. Else `PluginError`."""
-    cut = getattr(module, "cut", None)
-    if num_stages == 1 and cut is None:
-        return [module]
-    if cut is None:
-        raise PluginError(
-            f"trainer 'async-pipeline' needs a module with cut(num_stages), model {model!r} has "
-            "none.",
-            code=RunErrorCode.BROKEN_PLUGIN,
-            remedy="Use model 'transformer', or num_stages=1.",
-        )
-    stages: Sequence[torch.nn.Module] = cut(num_stages)
-    return stages
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""The loop of one stage's thread: choose, wait for input, compute, send."""
+"""The loop of one stage: choose, wait for input, compute, send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ...orchestrator.errors import RunError, RunErrorCode
 from ..torch_support.stage_threads import DeviceClock, Halt
-from .channels import Inbox, Message, NormExchange
+from .channels import Inbox, Message, NormExchange, Outlet
 from .clock import StageSeconds
 from .schedule import Op, OpKind, Progress, Schedule, candidates
 from .simulator import Span
@@ -66,8 +66,8 @@ class Links:
     """What a worker is connected to; `source` is stage 0's, `exchange` for global clipping."""
 
     inbox: Inbox
-    previous: Inbox | None
-    following: Inbox | None
+    previous: Outlet | None
+    following: Outlet | None
     source: Source | None
     exchange: NormExchange | None
     halt: Halt

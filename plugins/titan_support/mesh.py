@@ -54,7 +54,7 @@ class RankMesh:
         monarch = need("monarch.actor", by="trainer 'titan'", extra="titan")
         from .actor import RankActor
 
-        monarch.unhandled_fault_hook = _leave_to_callers
+        monarch.unhandled_fault_hook = leave_to_callers
         pickle_by_value([setup.model, setup.algorithm, setup.optimizer])
         bindings = need("monarch._rust_bindings", by="trainer 'titan'", extra="titan")
         self._lost_errors = (bindings.monarch_hyperactor.supervision.SupervisionError,)
@@ -64,7 +64,7 @@ class RankMesh:
         self._handles: list[int] = []
         self._is_closed = False
         self._per_host = self._num_ranks // hosts.num_hosts
-        self._processes = _host_mesh(monarch, hosts).spawn_procs(per_host={_RANKS: self._per_host})
+        self._processes = host_mesh(monarch, hosts).spawn_procs(per_host={_RANKS: self._per_host})
         self._is_here = not hosts.addresses
         self._actors = self._processes.spawn("rank", RankActor, setup)
         try:
@@ -143,7 +143,7 @@ class RankMesh:
         )
 
 
-def _host_mesh(monarch: Any, hosts: Hosts) -> Any:
+def host_mesh(monarch: Any, hosts: Hosts) -> Any:
     """Where processes can be started. The connections are plain TCP: Monarch 0.7 has no other."""
     if not hosts.addresses:
         return monarch.this_host()
@@ -160,6 +160,6 @@ def pickle_by_value(objects: Sequence[object]) -> None:
             cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
-def _leave_to_callers(failure: Any) -> None:
+def leave_to_callers(failure: Any) -> None:
     """In place of Monarch's own hook, which ends the process: the call that the rank was working
     on raises."""

@@ -1,0 +1,57 @@
+"""Trainers whose stages live anywhere, and how they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deltaloom.orchestrator.interfaces import Model
+from deltaloom.orchestrator.replay import same_state
+from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
+from deltaloom.plugins.optimizers.nesterov_delay import NesterovDelay, NesterovDelayConfig
+from deltaloom.plugins.pipeline.options import AsyncPipelineConfig
+from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
+
+from .rl_support import policy_bytes, small_model
+from .stage_models import FailingConfig, FailingTransformer
+
+MODEL = small_model(num_layers=3)
+OPTIONS: dict[str, Any] = {
+    "num_stages": 3,
+    "updates_per_step": 3,
+    "micro_batches_per_update": 2,
+}
+
+
+@contextmanager
+def trainer_in(
+    stages: str, *, model: Model = MODEL, seed: int = 0, **options: Any
+) -> Iterator[AsyncPipelineTrainer]:
+    """A trainer at v0 whose stages end with the block."""
+    trainer = AsyncPipelineTrainer(
+        AsyncPipelineConfig(**{**OPTIONS, "stages": stages, **options}),
+        model=model,
+        algorithm=GRPO(GRPOConfig()),
+        optimizer=NesterovDelay(NesterovDelayConfig(lr=1e-2, lookahead_per_delay=1.0)),
+        num_threads=1,
+    )
+    try:
+        trainer.initialize(seed=seed)
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def assert_same(one: AsyncPipelineTrainer, other: AsyncPipelineTrainer) -> None:
+    assert policy_bytes(one.policy()) == policy_bytes(other.policy())
+    assert one.policy_facts() == other.policy_facts()
+    assert same_state(one.state(), other.state()) == ""
+
+
+def failing(how: str, folder: Path, **options: Any) -> FailingTransformer:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_length": 160}
+    return FailingTransformer(
+        FailingConfig(**{**sizes, "how": how, "mark": str(folder / "mark"), **options})
+    )
