@@ -15,6 +15,7 @@ from deltaloom.plugins.pipeline.options import AsyncPipelineConfig
 from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 
 from .rl_support import policy_bytes, small_model
+from .run_support import tiny_pipeline
 from .stage_models import FailingConfig, FailingTransformer
 
 MODEL = small_model(num_layers=3)
@@ -55,3 +56,17 @@ def failing(how: str, folder: Path, **options: Any) -> FailingTransformer:
     return FailingTransformer(
         FailingConfig(**{**sizes, "how": how, "mark": str(folder / "mark"), **options})
     )
+
+
+TRAIN = (
+    'trainer="async-pipeline", optimizer=use("nesterov-delay", momentum=0.9), num_stages=2, '
+    "updates_per_step=2, micro_batches_per_update=1"
+)
+
+
+def staged_pipeline(folder: Path, *, steps: int) -> Path:
+    """A pipeline file that trains a minute model in two stages."""
+    path = tiny_pipeline(folder, train=TRAIN, steps=steps)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("num_layers=1", "num_layers=2"), encoding="utf-8")
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -9,15 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from deltaloom.orchestrator.comparing import compare_runs
 from deltaloom.orchestrator.errors import DeadlineError, PluginError, RunErrorCode, TaskError
+from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.types import TrainBatch
 from deltaloom.plugins.pipeline.remote import RemotePipeline
 from deltaloom.plugins.pipeline.stage_mesh import StageMesh
 from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 
+from .resume_support import start
 from .rl_support import sampled_batch, small_model
-from .stage_support import MODEL, assert_same, failing, trainer_in
-from .titan_support import is_running
+from .run_support import deltaloom
+from .stage_support import MODEL, assert_same, failing, staged_pipeline, trainer_in
+from .titan_support import free_ports, is_running, monarch_workers
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,3 +101,21 @@ def test_a_wait_for_a_stage_that_stands_still_expires(batches: Sequence[TrainBat
         os.kill(pids(trainer)[1], signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=waited):
             trainer.train_step(batches[0])
+
+
+def test_a_run_in_stages_on_other_hosts_is_the_run_in_threads(tmp_path: Path) -> None:
+    pipeline = staged_pipeline(tmp_path, steps=3)
+    start(pipeline, tmp_path / "threads")
+    driver, *hosts = (f"tcp://127.0.0.1:{port}" for port in free_ports(3))
+    words = {
+        "train.stages": "monarch",
+        "train.hosts": json.dumps(hosts),
+        "train.driver_address": driver,
+        "pipeline.workers": "1",
+    }
+    options = [word for name, value in words.items() for word in ("--set", f"{name}={value}")]
+    with monarch_workers(hosts):
+        done = deltaloom("run", pipeline, "--run-dir", tmp_path / "hosts", *options)
+    assert done.status == 0, done.err
+    result = compare_runs(StoredRun(tmp_path / "threads"), StoredRun(tmp_path / "hosts"))
+    assert result["identical"], result["difference"]

@@ -34,9 +34,9 @@ from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 
 from .resume_support import start
 from .rl_support import sampled_batch, small_model
-from .run_support import deltaloom, tiny_pipeline
+from .run_support import deltaloom
 from .stage_models import FailingTransformer
-from .stage_support import MODEL, assert_same, failing, trainer_in
+from .stage_support import MODEL, assert_same, failing, staged_pipeline, trainer_in
 from .titan_support import ended, is_running
 
 
@@ -177,10 +177,6 @@ def test_components_are_built_again_by_name_or_from_their_file(tmp_path: Path) -
         describe(FailingTransformer.__new__(FailingTransformer))
 
 
-TRAIN = (
-    'trainer="async-pipeline", optimizer=use("nesterov-delay", momentum=0.9), num_stages=2, '
-    "updates_per_step=2, micro_batches_per_update=1"
-)
 KILLER = """
 import os
 import signal
@@ -212,9 +208,7 @@ def before_policy_publish(version):
 
 @pytest.mark.slow
 def test_a_run_that_lost_a_stage_resumes_as_the_run_in_threads(tmp_path: Path) -> None:
-    pipeline = tiny_pipeline(tmp_path, train=TRAIN, steps=5)
-    text = pipeline.read_text(encoding="utf-8")
-    pipeline.write_text(text.replace("num_layers=1", "num_layers=2"), encoding="utf-8")
+    pipeline = staged_pipeline(tmp_path, steps=5)
     start(pipeline, tmp_path / "whole")
     plugins = tmp_path / "plugins"
     plugins.mkdir()

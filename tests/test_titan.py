@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from .titan_support import (
     free_ports,
     is_running,
     make_batch,
+    monarch_workers,
     single_process_trainer,
     titan_model,
     titan_trainer,
@@ -327,26 +324,10 @@ def test_ranks_end_with_a_killed_driver(tmp_path: Path) -> None:
     assert all(ended(pid, timeout_seconds=60) for pid in ranks)
 
 
-@contextmanager
-def _monarch_workers(addresses: Sequence[str]) -> Iterator[None]:
-    """What a person starts on each host."""
-    code = (
-        "import sys; from monarch.actor import run_worker_loop_forever as run; "
-        "run(ca='trust_all_connections', address=sys.argv[1])"
-    )
-    workers = [subprocess.Popen([sys.executable, "-c", code, address]) for address in addresses]
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-
-
 def test_ranks_run_on_other_hosts(whole: Path, tmp_path: Path) -> None:
     driver, *hosts = (f"tcp://127.0.0.1:{port}" for port in free_ports(3))
     options = _write(tmp_path / "hosts", train=f'hosts={tuple(hosts)!r}, driver_address="{driver}"')
-    with _monarch_workers(hosts):
+    with monarch_workers(hosts):
         done = _run("run", *options)
     assert done.status == 0, done.err
     pairs = zip(

@@ -246,6 +246,12 @@ def test_what_cannot_be_cut_is_refused(batches: Sequence[TrainBatch]) -> None:
         AsyncPipelineConfig(stash=False)
     with pytest.raises(ConfigError, match=r"pipeline\.clip must be 'stage' for an asynchronous"):
         pipeline_trainer(clip="global")
+    with pytest.raises(ConfigError, match="stages must be 'monarch' with hosts, got 'threads'"):
+        AsyncPipelineConfig(hosts=("tcp://a:1",), driver_address="tcp://b:1")
+    with pytest.raises(ConfigError, match="num_stages must be a multiple of the 2 hosts, got 3"):
+        AsyncPipelineConfig(stages="monarch", num_stages=3, hosts=("tcp://a:1", "tcp://b:1"))
+    with pytest.raises(ConfigError, match="driver_address must be tcp://HOST:PORT with hosts"):
+        AsyncPipelineConfig(stages="monarch", hosts=("tcp://a:1",))
     trainer = pipeline_trainer(num_stages=2)
     with pytest.raises(RunError, match="it has 2 stages, expected 4"):
         pipeline_trainer(num_stages=4).load(trainer.state())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,19 @@ def free_ports(count: int) -> list[int]:
     for server in sockets:
         server.close()
     return ports
+
+
+@contextmanager
+def monarch_workers(addresses: Sequence[str]) -> Iterator[None]:
+    """What a person starts on each host."""
+    code = (
+        "import sys; from monarch.actor import run_worker_loop_forever as run; "
+        "run(ca='trust_all_connections', address=sys.argv[1])"
+    )
+    workers = [subprocess.Popen([sys.executable, "-c", code, address]) for address in addresses]
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()

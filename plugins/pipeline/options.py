@@ -16,8 +16,13 @@ class AsyncPipelineConfig:
     num_stages: int = 2
     """Stages of whole layers."""
     stages: Literal["threads", "processes", "monarch"] = "threads"
-    """Where stages live: threads of the trainer, processes beside it, or actors of a Monarch mesh
-    on this host. No bit depends on it."""
+    """Where stages live: threads of the trainer, processes beside it, or actors of a Monarch mesh.
+    No bit depends on it where hosts compute alike."""
+    hosts: tuple[str, ...] = ()
+    """Addresses `tcp://HOST:PORT` of Monarch workers whose hosts run equal numbers of stages, for
+    `stages="monarch"`; none: this host runs all. Connections are not encrypted."""
+    driver_address: str = ""
+    """`tcp://HOST:PORT` at which those hosts reach the trainer; wanted with `hosts`."""
     pipeline_schedule: Literal["async-1f1b", "1f1b", "gpipe"] = "async-1f1b"
     """"1f1b" and "gpipe" flush the pipeline at every update: no gradient is stale."""
     updates_per_step: int = 1
@@ -54,9 +59,32 @@ class AsyncPipelineConfig:
         require(
             0 <= momentum < 1, option="first_stage_momentum", expected="in [0, 1)", got=momentum
         )
+        self._check_hosts()
         if not self.stash and not self.drain_each_step and self.num_stages > 1:
             raise ConfigError(
                 "drain_each_step must be true with stash=false, got false: micro-batches in flight "
                 "could not be restored without the weights of their forward.",
                 code=RunErrorCode.WRONG_TYPE,
             )
+
+    def _check_hosts(self) -> None:
+        """Refuse hosts that nothing runs on, or unequally many stages."""
+        count = len(self.hosts)
+        require(
+            not count or self.stages == "monarch",
+            option="stages",
+            expected="'monarch' with hosts",
+            got=self.stages,
+        )
+        require(
+            not count or self.num_stages % count == 0,
+            option="num_stages",
+            expected=f"a multiple of the {count} hosts",
+            got=self.num_stages,
+        )
+        require(
+            bool(self.driver_address) == bool(count),
+            option="driver_address",
+            expected="tcp://HOST:PORT with hosts, else nothing",
+            got=self.driver_address,
+        )

@@ -37,11 +37,12 @@ class Identity:
 class StageActor(Actor):  # type: ignore[misc]
     """Has a thread that answers, so that the actor itself always listens."""
 
-    def __init__(self, listen_at: str, deadline_seconds: float, path: list[str]) -> None:
+    def __init__(self, listen_at: list[str], deadline_seconds: float, path: list[str]) -> None:
+        """`listen_at` has the host of every stage, `path` where plugins are imported from."""
         sys.path += [place for place in path if place not in sys.path]
         self._stage = current_rank().rank
         self._deadline_seconds = deadline_seconds
-        self._server = socket.create_server((listen_at, 0))
+        self._server = socket.create_server((listen_at[self._stage], 0))
         self._server.settimeout(deadline_seconds)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._host: StageHost | None = None

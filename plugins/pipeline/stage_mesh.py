@@ -1,4 +1,4 @@
-"""Stages as actors of a Monarch mesh on this host, as the trainer sees them."""
+"""Stages as actors of a Monarch mesh, as the trainer sees them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...orchestrator.errors import DeadlineError, PluginError, RunErrorCode, TaskError, boundary
+from ...orchestrator.errors import DeadlineError, PluginError, RunErrorCode, TaskError
 from .._extras import need
 from ..titan_support.mesh import Hosts, host_mesh, leave_to_callers
 from .remote import START_SECONDS, stage_lost
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
     from .stage_actor import Identity
 
 T = TypeVar("T")
-_STAGES = "stages"
-_THIS_HOST = "127.0.0.1"
+_HOSTS, _STAGES = "hosts", "stages"
 _STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+"""How long one stage's answer is waited for before the next one is looked at."""
 
 
 class StageMesh:
     """One process a stage, which Monarch starts, calls and watches; implements `RemoteStages`."""
 
-    def __init__(self, *, num_stages: int, deadline_seconds: float) -> None:
-        """Start the processes and connect neighbours.
+    def __init__(self, *, num_stages: int, hosts: Hosts, deadline_seconds: float) -> None:
+        """Start the processes, equally many on each host, and connect neighbours.
 
         Raises `PluginError` without the extra, `TaskError` (STAGE_LOST) if a stage dies on the
         way.
@@ -42,25 +44,24 @@ class StageMesh:
         monarch.unhandled_fault_hook = leave_to_callers
         bindings = need("monarch._rust_bindings", by="stages='monarch'", extra="titan")
         self._lost_errors = (bindings.monarch_hyperactor.supervision.SupervisionError,)
-        self._stop_errors = (*self._lost_errors, monarch.ActorError, TimeoutError)
+        self._actor_errors = (monarch.ActorError,)
+        self._stop_errors = (*self._lost_errors, *self._actor_errors, TimeoutError)
         self._identities: list[Identity] = []
         self._handles: list[int] = []
         self._is_closed = False
-        self._callers = ThreadPoolExecutor(num_stages, thread_name_prefix="stage-call")
-        self._processes = host_mesh(monarch, Hosts()).spawn_procs(per_host={_STAGES: num_stages})
-        actors = self._processes.spawn(
-            "stage", StageActor, _THIS_HOST, deadline_seconds, list(sys.path)
-        )
-        self._actors = [actors.slice(**{_STAGES: index}) for index in range(num_stages)]
+        self._per_host = num_stages // hosts.num_hosts
+        self._is_here = not hosts.addresses
+        listen_at = [hosts.names[stage // self._per_host] for stage in range(num_stages)]
+        processes = host_mesh(monarch, hosts).spawn_procs(per_host={_STAGES: self._per_host})
+        self._processes = processes
+        actors = processes.spawn("stage", StageActor, listen_at, deadline_seconds, list(sys.path))
+        self._actors = [actors.slice(**self._place(stage)) for stage in range(num_stages)]
         try:
-            self._identities = self._of_all(
-                lambda stage: self._call(stage, "identity", "start"), "start", START_SECONDS
-            )
-            self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
+            self._identities = self._start("identity")
+            if self._is_here:
+                self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
             addresses = [identity.address for identity in self._identities]
-            self._of_all(
-                lambda stage: self._call(stage, "join", "start", addresses), "start", START_SECONDS
-            )
+            self._start("join", addresses)
         except BaseException:
             self.close()
             raise
@@ -75,10 +76,7 @@ class StageMesh:
     ) -> list[Answer]:
         """See `RemoteStages.ask`."""
 
-        def asked(stage: int) -> Answer:
-            return unpack_answer(self._call(stage, "answer", what, questions[stage]))
-
-        return self._of_all(asked, what, wait_seconds)
+        return self._of_all("answer", [(q,) for q in questions], what, wait_seconds, unpack_answer)
 
     def close(self) -> None:
         """See `RemoteStages.close`."""
@@ -92,34 +90,64 @@ class StageMesh:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             select.select([handle], [], [], _STOP_SECONDS)
             os.close(handle)
-        self._callers.shutdown(wait=False, cancel_futures=True)
 
-    def _of_all(self, work: Callable[[int], T], what: str, seconds: float | None) -> list[T]:
-        """What `work` gives of every stage; the first error ends the wait."""
-        futures = [self._callers.submit(work, stage) for stage in range(len(self._actors))]
-        done, missing = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if missing:
-            late = " and ".join(str(i) for i, one in enumerate(futures) if one in missing)
-            raise DeadlineError(
-                f"the trainer waited {seconds:g} s for stage {late} during {what}.",
-                code=RunErrorCode.NO_PROGRESS,
-                remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
-            )
-        return [future.result() for future in futures]
+    def _start(self, endpoint: str, *arguments: Any) -> list[Any]:
+        """What every stage gives, all given the same."""
+        each = [arguments] * len(self._actors)
+        return self._of_all(endpoint, each, "start", START_SECONDS, lambda answer: answer)
 
-    def _call(self, stage: int, endpoint: str, what: str, *arguments: Any) -> Any:
-        with boundary(PluginError, f"stage {stage}, {what}"):
-            try:
-                return getattr(self._actors[stage], endpoint).call_one(*arguments).get()
-            except self._lost_errors as error:
-                raise self._lost(str(error), what, asked=stage) from error
+    def _place(self, stage: int) -> dict[str, int]:
+        """Where a stage is in the mesh, which has a dimension of hosts where they are given."""
+        host, place = divmod(stage, self._per_host)
+        return {_STAGES: place} if self._is_here else {_HOSTS: host, _STAGES: place}
+
+    def _of_all(
+        self,
+        endpoint: str,
+        arguments: Sequence[tuple[Any, ...]],
+        what: str,
+        seconds: float | None,
+        read: Callable[[Any], T],
+    ) -> list[T]:
+        """What `read` makes of every stage's answer; the first error ends the wait."""
+        pairs = zip(self._actors, arguments, strict=True)
+        calls = dict(enumerate(getattr(a, endpoint).call_one(*own) for a, own in pairs))
+        answers: dict[int, T] = {}
+        end = inf if seconds is None else monotonic() + seconds
+        while calls:
+            for stage, call in list(calls.items()):
+                with contextlib.suppress(TimeoutError):
+                    answers[stage] = read(self._get(call, what, stage=stage))
+                    del calls[stage]
+            if calls and monotonic() > end:
+                raise self._expired(list(calls), what, seconds)
+        return [answers[stage] for stage in range(len(self._actors))]
+
+    def _get(self, call: Any, what: str, *, stage: int) -> Any:
+        """The answer to a call; `TimeoutError` when it is not there yet."""
+        try:
+            return call.get(timeout=_POLL_SECONDS)
+        except self._lost_errors as error:
+            raise self._lost(str(error), what, asked=stage) from error
+        except self._actor_errors as error:
+            raise PluginError(
+                f"stage {stage}, {what} failed: {error}", code=RunErrorCode.BROKEN_PLUGIN
+            ) from error
+
+    def _expired(self, stages: Sequence[int], what: str, seconds: float | None) -> DeadlineError:
+        words = " and ".join(map(str, stages))
+        return DeadlineError(
+            f"the trainer waited {seconds} s for stage {words} during {what}.",
+            code=RunErrorCode.NO_PROGRESS,
+            remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
+        )
 
     def _lost(self, report: str, what: str, *, asked: int) -> TaskError:
         """The error for a stage that Monarch reports dead, by its process and host."""
         place = re.search(rf"'{_STAGES}': (\d+)/", report)
-        number = int(place.group(1)) if place else asked
+        host = re.search(rf"'{_HOSTS}': (\d+)/", report)
+        first = int(host.group(1)) * self._per_host if host else 0
+        number = first + int(place.group(1)) if place else asked
         named = [identity.words for identity in self._identities if identity.stage == number]
         reason = report.strip().splitlines()[-1].strip()
         return stage_lost(named[0] if named else f"stage {number}", len(self._actors), what, reason)

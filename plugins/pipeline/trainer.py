@@ -267,9 +267,11 @@ def open_processes(config: AsyncPipelineConfig, *, num_threads: int) -> RemoteSt
     """Processes of stages, started. Raises `PluginError` without the extra that starts them."""
     num_stages, seconds = config.num_stages, config.deadline_seconds
     if config.stages == "monarch":
+        from ..titan_support.mesh import Hosts
         from .stage_mesh import StageMesh
 
-        return StageMesh(num_stages=num_stages, deadline_seconds=seconds)
+        hosts = Hosts(addresses=config.hosts, driver_address=config.driver_address)
+        return StageMesh(num_stages=num_stages, hosts=hosts, deadline_seconds=seconds)
     from .processes import StageProcesses
 
     return StageProcesses(num_stages=num_stages, num_threads=num_threads, deadline_seconds=seconds)

@@ -36,7 +36,12 @@ class Hosts:
     @property
     def rendezvous(self) -> str:
         """The host of rank 0."""
-        return str(urlsplit(self.addresses[0]).hostname) if self.addresses else _THIS_HOST
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Where their processes can be reached."""
+        return tuple(str(urlsplit(a).hostname) for a in self.addresses) or (_THIS_HOST,)
 
     @property
     def num_hosts(self) -> int:
