@@ -225,3 +225,7 @@ def test_a_run_that_lost_a_stage_resumes_as_the_run_in_threads(tmp_path: Path) -
     assert done.status == 0, done.err
     result = compare_runs(StoredRun(tmp_path / "whole"), StoredRun(run_dir))
     assert result["identical"], result["difference"]
+    elsewhere = ("--set", "train.stages=threads", "--branch", "threads", "--steps", "6")
+    done = deltaloom("resume", run_dir, *elsewhere)
+    assert done.status == 0, done.err
+    assert StoredRun(run_dir).repository.head("threads").version == 6
