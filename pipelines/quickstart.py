@@ -31,14 +31,7 @@ pipeline = Pipeline(
         prompts_per_task=16,
     ),
     score("groups", to="scored", by=position_match),
-    train(
-        "scored",
-        trainer="torch",
-        algorithm="grpo",
-        optimizer="adamw",
-        lr=2e-3,
-        micro_batch_rollouts=128,  # four of them, which a replay computes side by side
-    ),
+    train("scored", trainer="torch", algorithm="grpo", optimizer="adamw", lr=2e-3),
     # At this learning rate most weights change every step; rarer anchors keep publishing small.
     publish(codec="context", anchor_every=50, max_chain_ratio=20.0, state_every=10),
     model=use("transformer", alphabet="0123456789=", hidden_size=128),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class TorchTrainerConfig:
     """How a step is computed. Raises `ConfigError` for values out of range."""
 
-    micro_batch_rollouts: int = 0
+    micro_batch_rollouts: int = 128
     """Rollouts computed at once; 0 takes the whole batch. The result does not depend on it
     beyond float32 rounding, memory does. A replay computes several micro-batches side by side, as
     many as there are cores, with the same bits."""
