@@ -115,7 +115,7 @@ def test_costs_are_measured_when_none_are_given() -> None:
 @pytest.mark.parametrize(
     ("overlay", "reason"),
     [
-        ({"train": {}}, "micro_batch_rollouts is 0"),
+        ({"train": {"micro_batch_rollouts": 0}}, "micro_batch_rollouts is 0"),
         ({"train": {"trainer": "hf"}}, "trainer 'hf' is not 'torch'"),
         ({"train": {"algorithm": "grpo"}}, "'grpo' has no actor and critic"),
         ({"model": {"name": "transformer"}}, "'transformer' is not an actor and a critic"),
