@@ -16,6 +16,7 @@ from deltaloom.plugins.engines.hf_engine import HfEngine
 from deltaloom.plugins.engines.torch_engine import TorchEngineConfig
 from deltaloom.plugins.models.hf import HfConfig, HfModel
 from deltaloom.plugins.optimizers.adamw import AdamW, AdamWConfig
+from deltaloom.plugins.torch_support import side_by_side
 from deltaloom.plugins.torch_support.tensor_bits import policy_tensors
 from deltaloom.plugins.trainers.hf_trainer import HfTrainer, HfTrainerConfig
 from deltaloom.storage import PolicyRepository
@@ -145,6 +146,21 @@ def test_checkpointed_activations_change_nothing(model: HfModel, batch: TrainBat
     assert all(layer.gradient_checkpointing for layer in layers.children())
     assert plain.train_step(batch)["loss"] == saving.train_step(batch)["loss"]
     assert policy_bytes(plain.policy()) == policy_bytes(saving.policy())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_micro_batches_side_by_side_give_the_same_bits(
+    model: HfModel, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    monkeypatch.setattr(side_by_side, "num_fitting", lambda: 3)
+    options = {"micro_batch_rollouts": 3, "gradient_checkpointing": checkpointing}
+    one, other = trainer(model, **options), trainer(model, **options)
+    for _ in range(3):
+        one.train_step(batch)
+        other.train_again(batch)
+        assert policy_bytes(one.policy()) == policy_bytes(other.policy())
+    states = [made.state().arrays for made in (one, other)]
+    assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0])
 
 
 def test_a_stored_state_goes_on_bit_for_bit(model: HfModel, batch: TrainBatch) -> None:

@@ -7,7 +7,7 @@ generator matters too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from deltaloom.orchestrator.comparing import bit_distance, first_difference, ulp
 from deltaloom.orchestrator.continuity import check_cursor, describe_changes
 from deltaloom.orchestrator.errors import RunError, RunErrorCode
 from deltaloom.orchestrator.replay import ReplayedVersion, replay, same_state
-from deltaloom.orchestrator.types import TrainerState
+from deltaloom.orchestrator.types import TrainBatch, TrainerState
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.codecs.raw import RawCodec
 from deltaloom.plugins.models.transformer import Transformer, TransformerConfig
@@ -111,6 +111,23 @@ def test_replay_gives_every_committed_digest(repository: PolicyRepository) -> No
     done = replay(trainer, repository, target, codecs=codecs(), report=seen.append)
     assert (done.num_replayed, done.divergence) == (NUM_VERSIONS - STATE_EVERY, None)
     assert [(item.version, item.matches) for item in seen] == [(3, True), (4, True), (5, True)]
+
+
+class AgainTrainer(TorchTrainer):
+    """Counts how often it is told that it has the machine to itself."""
+
+    num_again = 0
+
+    def train_again(self, batch: TrainBatch) -> Mapping[str, float]:
+        self.num_again += 1
+        return super().train_again(batch)
+
+
+def test_replay_has_the_machine_to_itself_and_says_so(repository: PolicyRepository) -> None:
+    trainer = make(AgainTrainer)
+    assert isinstance(trainer, AgainTrainer)
+    replay(trainer, repository, head(repository), codecs=codecs())
+    assert trainer.num_again == NUM_VERSIONS - STATE_EVERY
 
 
 @pytest.mark.parametrize("version", range(NUM_VERSIONS + 1))

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_micro_batches_side_by_side_give_the_bits_of_one_after_another(
     first.train_step(BATCH)
     second.train_again(BATCH)
     assert first.logprob_differences().tobytes() == second.logprob_differences().tobytes()
+
+
+def test_two_micro_batches_are_computed_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for another before it goes on."""
+    monkeypatch.setattr(side_by_side, "num_fitting", lambda: 2)
+    trainer, both = _trainer(micro_batch_rollouts=4), threading.Barrier(2, timeout=30)
+
+    def meet(_module: torch.nn.Module, _inputs: object) -> None:
+        both.wait()
+
+    trainer.module.register_forward_pre_hook(meet)
+    trainer.train_again(BATCH)
+    assert not both.broken
 
 
 def test_a_model_that_draws_random_numbers_is_trained_again_in_order(
