@@ -1,4 +1,4 @@
-"""The quick start's task on a mesh: a torchtitan Llama on two ranks learns to reverse digits.
+"""On a mesh: a torchtitan Llama on two ranks learns to reverse two digits.
 
 Two processes hold half of every weight each (FSDP2), compute half of every batch, and publish
 their own halves. Needs the extra: pip install 'deltaloom[titan]'.

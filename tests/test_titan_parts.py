@@ -19,7 +19,7 @@ from deltaloom.orchestrator.doctor import check_titan
 from deltaloom.orchestrator.errors import ConfigError, RunError
 from deltaloom.plugins.models.titan import TitanModelConfig
 from deltaloom.plugins.titan_support.mesh import pickle_by_value
-from deltaloom.plugins.titan_support.module import Parallelism
+from deltaloom.plugins.titan_support.parallelism import Parallelism
 from deltaloom.plugins.titan_support.state import Block, Place, cut_blocks, join_blocks
 from deltaloom.plugins.titan_support.work import cut_batch
 from deltaloom.plugins.torch_support.micro_batches import BatchTotals

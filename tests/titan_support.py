@@ -62,9 +62,11 @@ def _parts() -> dict[str, Any]:
     }
 
 
-def single_process_trainer(family: Family = "llama3") -> TorchTrainer:
+def single_process_trainer(
+    family: Family = "llama3", *, model: Model | None = None
+) -> TorchTrainer:
     """Trainer `torch` on the same model, as transformers computes it."""
-    return TorchTrainer(TorchTrainerConfig(), model=titan_model(family), **_parts())
+    return TorchTrainer(TorchTrainerConfig(), model=model or titan_model(family), **_parts())
 
 
 @contextmanager

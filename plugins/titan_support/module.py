@@ -1,15 +1,13 @@
-"""torchtitan's module on one rank: sharded by FSDP2 and tensor parallelism, and read back.
+"""A model on one rank: sharded, and read back as the rank's share of the policy.
 
 Weights start from the model plugin's, which every rank makes for itself in host memory, so that
-any number of ranks starts from the same ones. `W` ranks in all.
+any number of ranks starts from the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,128 +17,99 @@ from ...orchestrator.interfaces import Model
 from ...storage.bits import PolicyTensors, TensorSpec
 from ...storage.shares import Shares
 from ..torch_support.tensor_bits import dtype_name, tensor_to_bits
-from . import cpu
-from .architecture import model_spec, torchtitan_module
+from .parallelism import Parallelism
+from .plain_module import PlainModule
+from .torchtitan_module import TorchtitanModule
+
+_WRAPPER = "_checkpoint_wrapped_module."
+"""What `checkpoint_wrapper` adds to the names of parameters, but not to those of `state_dict`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
-    """How a model is spread over `num_ranks` processes."""
+class ShardedModule(Protocol):
+    """A module of which each rank holds a part. All ranks call each method together."""
 
-    num_ranks: int
-    tensor_parallel: int
-    """Ranks that share each layer's matrices; the others share rows of all weights (FSDP2)."""
-    compute_dtype: str
-    """What weights are rounded to for forward and backward; masters stay float32."""
+    module: nn.Module
 
-    @property
-    def num_data_ranks(self) -> int:
-        """How many parts a batch is cut into."""
-        return self.num_ranks // self.tensor_parallel
+    def logits(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """Logits [n, V] at flat places `at` int64 [n] of `tokens` int64 [B, T]."""
+        ...
 
-    def data_rank(self, rank: int) -> int:
-        """The part of the batch that a rank computes."""
-        return rank // self.tensor_parallel
+    def policy_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The policy's tensors made of those of the module's `state_dict`, a tied one once."""
+        ...
 
 
 class RankModule:
     """One rank's shard of the model. Collectives: all ranks call each method together."""
 
-    def __init__(self, model: Any, *, seed: int, parallelism: Parallelism) -> None:
-        spec = model_spec(model.architecture)
-        settings = _settings(parallelism)
-        spec.model.update_from_config(config=SimpleNamespace(parallelism=settings))
-        self._adapter = spec.state_dict_adapter(spec.model, None)
+    def __init__(self, model: Model, *, seed: int, parallelism: Parallelism) -> None:
         self._is_cut_in_rows = parallelism.tensor_parallel == 1
-        whole = self._whole_module(spec, model, seed=seed)
-        self.module = _sharded(spec, whole, parallelism, settings)
+        kind = TorchtitanModule if is_of_torchtitan(model) else PlainModule
+        self._sharded: ShardedModule = kind(model, seed=seed, parallelism=parallelism)
 
     def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
-        """Logits [n, V] at flat places `at` int64 [n] of `tokens` int64 [B, T]."""
-        logits = self.module(tokens)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        chosen: Tensor = logits.flatten(0, 1).index_select(0, at).float()
-        return chosen
+        """Logits float32 [n, V] at flat places `at` int64 [n] of `tokens` int64 [B, T]."""
+        return self._sharded.logits(tokens, at).float()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The masters under torchtitan's names, a tied one once."""
-        return list(self.module.named_parameters())
+        """The masters that are trained, under the module's names, a tied one once."""
+        parameters = self._sharded.module.named_parameters()
+        return [(name.replace(_WRAPPER, ""), p) for name, p in parameters if p.requires_grad]
 
     def policy_specs(self, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """The whole policy's tensors, under HF names, in the order of their names."""
-        name = dtype_name(dtype)
-        shapes = {hf: tuple(t.shape) for hf, t in self._hf_tensors(self._hf_shapes())}
-        return tuple(TensorSpec(name=hf, dtype=name, shape=shapes[hf]) for hf in sorted(shapes))
+        """The whole policy's tensors, under its names, in the order of these."""
+        found = self._sharded.policy_tensors(self._shapes(dtype))
+        return tuple(_spec(name, found[name]) for name in sorted(found))
 
     def share(self, shares: Shares, *, rank: int, dtype: torch.dtype) -> PolicyTensors:
         """This rank's rows of every tensor, rounded to `dtype`, as copies.
 
-        Where the rank's own shard is not made of whole rows in HF's order, every rank gathers the
-        tensor and takes its rows: torchtitan's fused projections, all at once (its own way to
-        take them apart), and under tensor parallelism any other, one at a time.
+        Where the rank's own shard is not made of whole rows in the policy's order, every rank
+        gathers the tensor and takes its rows: torchtitan's fused projections, all at once (its
+        own way to take them apart), and under tensor parallelism any other, one at a time.
         """
         bits = {}
         specs = []
-        for hf, rows, is_own in self._hf_rows(dtype):
-            piece = next((p for p in shares.pieces[hf] if p.rank == rank), None)
+        for name, rows, is_own in self._policy_rows(dtype):
+            piece = next((p for p in shares.pieces[name] if p.rank == rank), None)
             if piece is not None:
-                own = rows if is_own else rows[piece.start : piece.stop]
-                bits[hf] = tensor_to_bits(own.cpu())
-                specs.append(TensorSpec(name=hf, dtype=dtype_name(dtype), shape=tuple(own.shape)))
+                is_whole = is_own or not rows.dim()
+                own = rows if is_whole else rows[piece.start : piece.stop]
+                bits[name] = tensor_to_bits(own.cpu())
+                specs.append(_spec(name, own))
         specs.sort(key=lambda spec: spec.name)
         return PolicyTensors(specs=tuple(specs), bits=bits)
 
-    def _hf_rows(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, bool]]:
-        """HF name, rows, and whether the rows are this rank's own already."""
+    def _policy_rows(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, bool]]:
+        """The policy's name, rows, and whether the rows are this rank's own already."""
         with torch.no_grad():
-            for name, value in self.module.state_dict().items():
-                rounded = value.detach().to(dtype)
+            for name, value in self._sharded.module.state_dict().items():
+                rounded = _rounded(value.detach(), dtype)
                 is_own = self._is_cut_in_rows and _is_cut_in_rows(rounded)
                 rows = _local(rounded) if is_own else _whole(rounded)
-                for hf, converted in self._hf_tensors({name: rows}):
-                    yield hf, converted, is_own
+                for its, converted in self._sharded.policy_tensors({name: rows}).items():
+                    yield its, converted, is_own
 
-    def _hf_shapes(self) -> dict[str, Tensor]:
-        state = self.module.state_dict()
-        return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in state.items()}
-
-    def _hf_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """torchtitan's tensors as HF's; its adapter leaves out what is tied."""
-        yield from self._adapter.to_hf(dict(tensors)).items()
-
-    def _whole_module(self, spec: Any, model: Model, *, seed: int) -> nn.Module:
-        module: nn.Module = spec.model.build()
-        whole = dict(model.build(seed=seed).state_dict())
-        module.load_state_dict(self._adapter.from_hf(whole))
-        return module
+    def _shapes(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        state = self._sharded.module.state_dict()
+        return {
+            name: _rounded(torch.empty(t.shape, dtype=t.dtype, device="meta"), dtype)
+            for name, t in state.items()
+        }
 
 
-def _settings(parallelism: Parallelism) -> Any:
-    """torchtitan's configuration of the same; sequence parallelism wants rows of equal length,
-    which a padded batch of rollouts does not have."""
-    return torchtitan_module("config").ParallelismConfig(
-        data_parallel_shard_degree=parallelism.num_data_ranks,
-        tensor_parallel_degree=parallelism.tensor_parallel,
-        enable_sequence_parallel=False,
-        spmd_backend="partial_dtensor",
-    )
+def is_of_torchtitan(model: Model) -> bool:
+    """Whether torchtitan has the model's modules; others train their own."""
+    return hasattr(model, "architecture")
 
 
-def _sharded(spec: Any, module: nn.Module, parallelism: Parallelism, settings: Any) -> nn.Module:
-    config = torchtitan_module("config")
-    dimensions = torchtitan_module("distributed").ParallelDims
-    spec.parallelize_fn(
-        module,
-        parallel_dims=dimensions.from_config(settings, parallelism.num_ranks),
-        training=config.TrainingConfig(mixed_precision_param=parallelism.compute_dtype),
-        parallelism=settings,
-        compile_config=config.CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-    )
-    cpu.sum_gradients_plainly(module)
-    return module.to(cpu.device()).train()
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating tensors in `dtype`, others as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _is_cut_in_rows(tensor: Tensor) -> bool:

@@ -32,7 +32,8 @@ from ..torch_support.micro_batches import BatchTotals, MicroBatch
 from ..torch_support.policy_loss import PolicyLoss
 from ..torch_support.tensor_bits import dtype_named
 from ..torch_support.trainer_state import group_values
-from .module import Parallelism, RankModule
+from .module import RankModule
+from .parallelism import Parallelism
 from .schedule import LearningRate, scheduled
 from .state import Array, Block, Place, export_blocks, export_scalars, import_parts, places
 from .work import RankWork

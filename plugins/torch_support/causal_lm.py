@@ -151,7 +151,8 @@ class CausalLm(nn.Module):
             arguments[self._cache_argument] = SlotCache(cache, access)
             arguments["attention_mask"] = access.mask
         if positions is None:
-            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = places.expand(tokens.shape)
         if isinstance(cache, PositionedCache):
             fresh = cache.is_empty
             cache.append(positions)

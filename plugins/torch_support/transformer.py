@@ -233,7 +233,7 @@ class Decoder(nn.Module):
         """
         access = None if cache is None else cache_access(cache, tokens, positions)
         if positions is None:
-            places = torch.arange(tokens.shape[1])
+            places = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             places = positions if access is None or access.start is None else positions[:1]
         x = F.embedding(tokens, self.embed_tokens.weight)
@@ -384,6 +384,7 @@ def _rope_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotate `x` [B, T, H, D]; rolling by D/2 swaps the halves, the sign is in the table."""
+    cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 

@@ -1,4 +1,5 @@
-"""`titan`: torchtitan models on a Monarch mesh of ranks, with FSDP2 and tensor parallelism."""
+"""`titan`: models on a Monarch mesh of ranks, cut by FSDP2; torchtitan's own with tensor
+parallelism too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ...orchestrator.errors import ConfigError, PluginError, RunError, RunErrorCode
+from ...orchestrator.errors import ConfigError, RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.shared_publishing import ShareTarget
 from ...orchestrator.types import FloatArray, TrainBatch, TrainerState
@@ -46,6 +47,8 @@ class TitanTrainerConfig(TorchTrainerConfig):
     """`tcp://HOST:PORT` at which those hosts reach the driver; wanted with `hosts`."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What FSDP2 gathers weights as for forward and backward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, much less memory."""
     schedule_steps: int = 0
     """Optimizer steps of the learning rate's schedule; 0 keeps it constant."""
     schedule_warmup_steps: int = 0
@@ -108,8 +111,8 @@ class TitanTrainer(TorchTrainer):
     def initialize(self, *, seed: int) -> None:
         """Start fresh ranks at v0, the model's own initial weights.
 
-        Raises `PluginError` for a model that is not torchtitan's or without the extra,
-        `ConfigError` for an algorithm with a critic, or tied embeddings under tensor parallelism.
+        Raises `PluginError` without the extra, `ConfigError` for an algorithm with a critic, and
+        under tensor parallelism for tied embeddings and models that torchtitan lacks.
         """
         from ..titan_support.mesh import Hosts, RankMesh
 
@@ -280,7 +283,7 @@ class TitanTrainer(TorchTrainer):
         return list(results[:: self._config.tensor_parallel])
 
     def _setup(self) -> RankSetup:
-        from ..titan_support.module import Parallelism
+        from ..titan_support.parallelism import Parallelism
         from ..titan_support.rank import RankSetup
         from ..titan_support.schedule import LearningRate
 
@@ -300,6 +303,7 @@ class TitanTrainer(TorchTrainer):
                 num_ranks=config.num_ranks,
                 tensor_parallel=config.tensor_parallel,
                 compute_dtype=config.compute_dtype,
+                gradient_checkpointing=config.gradient_checkpointing,
             ),
             temperature=self._temperature,
             top_p=sampling.top_p if sampling else 1.0,
@@ -311,23 +315,28 @@ class TitanTrainer(TorchTrainer):
         )
 
     def _check(self) -> None:
-        model: Any = self._model
-        if not hasattr(model, "architecture"):
-            raise PluginError(
-                f"trainer 'titan' trains models of torchtitan, got model {self._model.name!r}.",
-                code=RunErrorCode.BROKEN_PLUGIN,
-                remedy="Use model=use('titan', family='llama3', ...), or trainer='torch'.",
-            )
         if self._config.tensor_parallel > 1:
-            from ..titan_support.architecture import check_tensor_parallel
-
-            check_tensor_parallel(model.architecture)
+            self._check_tensor_parallel()
         if getattr(self._algorithm, "uses_values", False):
             raise ConfigError(
                 f"algorithm {self._algorithm.name!r} trains a critic; trainer 'titan' has none.",
                 code=RunErrorCode.WRONG_TYPE,
                 remedy="Use an algorithm without one, such as 'grpo'.",
             )
+
+    def _check_tensor_parallel(self) -> None:
+        from ..titan_support.architecture import check_tensor_parallel
+        from ..titan_support.module import is_of_torchtitan
+
+        model: Any = self._model
+        if not is_of_torchtitan(model):
+            raise ConfigError(
+                f"tensor_parallel must be 1 for model {model.name!r}: only torchtitan's models "
+                "say how their matrices are shared.",
+                code=RunErrorCode.WRONG_TYPE,
+                remedy="Set tensor_parallel=1, or use model=use('titan', family='llama3', ...).",
+            )
+        check_tensor_parallel(model.architecture)
 
 
 def _nonfinite(norm: float, step: int) -> RunError:
