@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import RunError, RunErrorCode
@@ -45,7 +45,7 @@ class RunOffering:
 
     def __init__(self, options: OfferingOptions, *, store: str, branch: str) -> None:
         """`store` is the repository's identity. Raises `RunError` if nothing can be offered."""
-        from ..storage.offers import Address, Offers
+        from ..storage.offers import Offers
         from ..storage.weight_server import WeightServer
 
         self.options = options
@@ -63,12 +63,12 @@ class RunOffering:
                 remedy="Go on through the store: --set publish.transport=store",
             ) from error
         host = LOOPBACK if here else (options.host if beside else "") or own_address()
-        self.address: Address = Address(host=host, port=self._server.port)
+        self.address: Address = self._server.address(host)
 
     def to_json(self) -> Mapping[str, Any]:
         """What a worker needs to take versions, the run's token included."""
         token = self.options.token.hex()
-        return {"host": self.address.host, "port": self.address.port, "token": token}
+        return {**asdict(self.address), "token": token}
 
     def close(self) -> None:
         """Offer nothing any more."""
@@ -99,7 +99,7 @@ def source_of(offering: Mapping[str, Any]) -> DirectSource | None:
     from ..storage.offers import Address
     from ..storage.weight_source import DirectSource
 
-    address = Address(host=offering["host"], port=offering["port"])
+    address = Address(host=offering["host"], port=offering["port"], local=offering["local"])
     return DirectSource(address, token=bytes.fromhex(offering["token"]))
 
 

@@ -78,7 +78,7 @@ class WorkerWeights(Generic[T]):
         self._transfer = transfer
         self._double_buffered = double_buffered
         self._source = source
-        self._num_direct = self._num_fallbacks = 0
+        self._num_direct = self._num_shared = self._num_fallbacks = 0
         self._repository: PolicyRepository | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot_id = ""
@@ -108,16 +108,18 @@ class WorkerWeights(Generic[T]):
         return self._arrive(subscriber.stage(minimum=version), started=started)
 
     def transport_counts(self) -> dict[str, float]:
-        """Since the last call: versions had directly, and those that were not and came from the
-        store. Empty where there is only the store."""
+        """Since the last call: versions had directly, those of them that came out of shared memory,
+        and those that were not had so and came from the store. Empty where there is only the
+        store."""
         if self._source is None:
             return {}
         fallbacks = self._subscriber.num_fallbacks if self._subscriber else 0
         counts = {
             "direct_versions": float(self._num_direct),
+            "direct_shared": float(self._num_shared),
             "direct_fallbacks": float(fallbacks - self._num_fallbacks),
         }
-        self._num_direct, self._num_fallbacks = 0, fallbacks
+        self._num_direct, self._num_shared, self._num_fallbacks = 0, 0, fallbacks
         if counts["direct_fallbacks"] and self._subscriber:
             print(self._subscriber.last_fallback, file=sys.stderr, flush=True)
         return counts
@@ -161,6 +163,7 @@ class WorkerWeights(Generic[T]):
         )
         self._snapshot_id = activation.snapshot_id
         self._num_direct += staged.direct
+        self._num_shared += staged.shared
         return time.monotonic() - paused
 
     def _check_snapshot(self, version: int, *, found: str, expected: str) -> None:

@@ -1,28 +1,37 @@
 """`Offers`: the newest versions of a branch as their publisher holds them, ready to be taken.
 
 Offered are committed versions only: each one's record, its encoded delta as it was committed,
-and the tensors of the newest anchor. Nothing is copied: payloads and tensors are never written
-to again. What a receiver needs is either all here or refused, and then the store has it.
+and the tensors of the newest anchor. Payloads and tensors are never written to again, and copied
+only into memory for receivers on the same machine, once, when the first of them asks. What a
+receiver needs is either all here or refused, and then the store has it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from .bits import PolicyTensors
+from .bits import BitArray, PolicyTensors, uint_dtype
 from .errors import ErrorCode, NotFoundError
 from .records import CommitInfo
 from .shares import Shares
+from .weight_memory import MemoryCache, SealedMemory
+from .weight_wire import Part, bytes_of
+
+DELTA_MEMORY_BYTES: Final = 64 << 20
+"""What deltas may take beside their payloads, for receivers on the same machine."""
+_ANCHOR, _DELTAS = "anchor", "deltas"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where weights are offered."""
+    """Where weights are offered, and by which name on that machine itself, if by any."""
 
     host: str
     port: int
+    local: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +77,31 @@ class Selected:
         return anchor + sum(offer.info.payload_bytes for offer in self.deltas)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Bytes that are given together: an anchor's tensors, or deltas. `key` says which."""
+
+    key: tuple[str, ...]
+    parts: Sequence[Part]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [bytes_of(part).nbytes for part in self.parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Anchor:
+    """The newest anchor; `mapped` if its tensors lie in memory that receivers have too."""
+
+    offer: Offer
+    tensors: PolicyTensors | None
+    mapped: bool = False
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (_ANCHOR, self.offer.info.snapshot_id)
+
+
 class Offers:
     """What one publisher of one branch offers. Safe for several threads."""
 
@@ -81,8 +115,12 @@ class Offers:
         self._keep_last = keep_last
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
-        self._anchor: tuple[Offer, PolicyTensors | None] | None = None
+        self._anchor: _Anchor | None = None
         self._ranks: tuple[Address, ...] = ()
+        self._memories = {
+            _ANCHOR: MemoryCache(max_items=1),
+            _DELTAS: MemoryCache(max_items=4, max_bytes=DELTA_MEMORY_BYTES),
+        }
 
     @property
     def ranks(self) -> tuple[Address, ...]:
@@ -108,10 +146,12 @@ class Offers:
         with self._lock:
             last = self._offers[-1].info.ref if self._offers else None
             if last is not None and offer.info.record.parent != last:
-                self._offers, self._anchor = [], None
+                self._offers = []
+                self._hold_anchor(None)
             self._offers.append(offer)
             if offer.info.is_anchor:
-                self._anchor = (offer, anchor) if anchor or self._ranks else None
+                held = anchor is not None or self._ranks
+                self._hold_anchor(_Anchor(offer=offer, tensors=anchor) if held else None)
             self._drop_oldest(offer.info.dense_bytes)
 
     def select(self, wanted: Wanted) -> Selected:
@@ -134,10 +174,12 @@ class Offers:
     def anchor(self, snapshot_id: str) -> PolicyTensors:
         """The tensors of the anchor that is held. Raises `NotFoundError` (NOT_OFFERED)."""
         with self._lock:
-            offer, tensors = self._anchor or (None, None)
-        if offer is None or tensors is None or offer.info.snapshot_id != snapshot_id:
+            anchor = self._anchor
+        if anchor is None or anchor.offer.info.snapshot_id != snapshot_id:
             raise not_offered("the anchor is not kept")
-        return tensors
+        if anchor.tensors is None:
+            raise not_offered("the anchor is with the ranks")
+        return anchor.tensors
 
     def payloads(self, snapshot_ids: Sequence[str]) -> list[bytes]:
         """The deltas of some versions. Raises `NotFoundError` (NOT_OFFERED)."""
@@ -148,6 +190,32 @@ class Offers:
         if len(kept) != len(found):
             raise not_offered("a delta is not kept any more")
         return kept
+
+    def memory(self, block: Block, *, progress: Callable[[], None]) -> SealedMemory:
+        """A block's bytes for receivers on this machine; `progress` is called while it is made.
+
+        Raises `OSError` where there is no such memory.
+        """
+        kind = block.key[0]
+        memory = self._memories[kind].memory(block.key, block.parts, progress=progress)
+        if kind == _ANCHOR:
+            self._move_anchor(block.key, memory)
+        return memory
+
+    def _move_anchor(self, key: tuple[str, ...], memory: SealedMemory) -> None:
+        """Hold the anchor in the memory that receivers have, and not a second time."""
+        with self._lock:
+            anchor = self._anchor
+            if anchor is None or anchor.tensors is None or anchor.key != key:
+                self._memories[_ANCHOR].forget(key)
+            elif not anchor.mapped:
+                mapped = _mapped(anchor.tensors, memory)
+                self._anchor = _Anchor(offer=anchor.offer, tensors=mapped, mapped=True)
+
+    def _hold_anchor(self, anchor: _Anchor | None) -> None:
+        if self._anchor is not None:
+            self._memories[_ANCHOR].forget(self._anchor.key)
+        self._anchor = anchor
 
     def _place_of(self, wanted: Wanted) -> int:
         head = self._offers[-1].info.version if self._offers else -1
@@ -168,7 +236,7 @@ class Offers:
         """The anchor's tensors, and the deltas since."""
         if self._anchor is None:
             return None
-        anchor, tensors = self._anchor
+        anchor, tensors = self._anchor.offer, self._anchor.tensors
         if anchor not in self._offers[: place + 1]:
             return None
         return self._from(self._offers.index(anchor) + 1, place, anchor=anchor, tensors=tensors)
@@ -196,8 +264,30 @@ class Offers:
             excess -= sizes[count]
             count += 1
         gone, self._offers = self._offers[:count], self._offers[count:]
-        if self._anchor is not None and self._anchor[0] in gone:
-            self._anchor = None
+        if self._anchor is not None and self._anchor.offer in gone:
+            self._hold_anchor(None)
+
+
+def anchor_block(snapshot_id: str, tensors: PolicyTensors) -> Block:
+    """An anchor's tensors in the order of its specs."""
+    parts = [tensors.bits[spec.name] for spec in tensors.specs]
+    return Block(key=(_ANCHOR, snapshot_id), parts=parts)
+
+
+def delta_block(snapshot_ids: Sequence[str], payloads: Sequence[bytes]) -> Block:
+    """The deltas of some versions."""
+    return Block(key=(_DELTAS, *snapshot_ids), parts=payloads)
+
+
+def _mapped(tensors: PolicyTensors, memory: SealedMemory) -> PolicyTensors:
+    """The same tensors as they lie in memory, one after another."""
+    data, at = memory.mapped(), 0
+    bits: dict[str, BitArray] = {}
+    for spec in tensors.specs:
+        flat = data[at : at + spec.num_bytes].view(uint_dtype(spec.dtype))
+        bits[spec.name] = flat.reshape(spec.shape)
+        at += spec.num_bytes
+    return PolicyTensors(specs=tensors.specs, bits=bits)
 
 
 def not_offered(reason: str) -> NotFoundError:

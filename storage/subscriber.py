@@ -9,7 +9,7 @@ number on another branch is another policy.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .bits import PolicyTensors
@@ -34,7 +34,8 @@ class StagedVersion:
 
     `source` says how it was made: "none" (already active), "delta" (one or more deltas, folded
     into `changes`) or "anchor" (`tensors` whole, `changes` None). `num_bytes` is what was
-    fetched for it, `direct` whether that was from the subscriber's source and not the store.
+    fetched for it, `direct` whether that was from the subscriber's source and not the store, and
+    `shared` whether it came out of the publisher's memory.
     """
 
     info: CommitInfo
@@ -45,6 +46,7 @@ class StagedVersion:
     tensors: PolicyTensors | None = field(repr=False)
     state: CodecState | None = field(repr=False)
     direct: bool = False
+    shared: bool = False
 
     @property
     def version(self) -> int:
@@ -260,7 +262,8 @@ class Subscriber:
             base=self._active.snapshot_id if self._active else "",
         )
         try:
-            return self._taken(self._fetch(self._source, wanted))
+            fetched = self._fetch(self._source, wanted)
+            return replace(self._taken(fetched), direct=True, shared=fetched.shared)
         except StorageError as error:
             self._num_fallbacks += 1
             self._last_fallback = str(error)
@@ -279,15 +282,15 @@ class Subscriber:
         target, links = fetched.target, list(fetched.links)
         if fetched.anchor is not None:
             whole = followed(fetched.anchor, links, target, self._codecs, shares=fetched.shares)
-            return self._staged_whole(target, whole, direct=True)
+            return self._staged_whole(target, whole)
         if links:
-            return self._follow_links(target, self._held_tensors(), links, direct=True)
+            return self._follow_links(target, self._held_tensors(), links)
         if self._active is None or self._active.snapshot_id != target.snapshot_id:
             raise SequenceError(
                 f"nothing was given that leads to version {target.version}.",
                 code=ErrorCode.MISSING_LINK,
             )
-        return self._staged(target, source="none", changes={}, num_bytes=0, direct=True)
+        return self._staged(target, source="none", changes={}, num_bytes=0)
 
     def _once_visible(self, target: CommitInfo) -> StagedVersion:
         """Stage by the cheaper way, trying again while objects have not appeared yet."""
@@ -332,8 +335,6 @@ class Subscriber:
         target: CommitInfo,
         tensors: PolicyTensors,
         links: list[Link],
-        *,
-        direct: bool = False,
     ) -> StagedVersion:
         folded = fold(tensors, links, state=self._state, codecs=self._codecs)
         check_target(folded, target, shares=links[-1].shares)
@@ -343,15 +344,12 @@ class Subscriber:
             changes=total_changes(folded),
             num_bytes=sum(link.num_bytes for link in links),
             state=folded.state,
-            direct=direct,
         )
 
     def _stage_anchor(self, target: CommitInfo) -> StagedVersion:
         return self._staged_whole(target, rebuild(self._repository, target, self._codecs))
 
-    def _staged_whole(
-        self, target: CommitInfo, whole: Rebuilt, *, direct: bool = False
-    ) -> StagedVersion:
+    def _staged_whole(self, target: CommitInfo, whole: Rebuilt) -> StagedVersion:
         return self._staged(
             target,
             source="anchor",
@@ -359,7 +357,6 @@ class Subscriber:
             num_bytes=whole.num_bytes,
             tensors=whole.tensors,
             state=whole.state,
-            direct=direct,
         )
 
     def _staged(
@@ -371,7 +368,6 @@ class Subscriber:
         num_bytes: int,
         tensors: PolicyTensors | None = None,
         state: CodecState | None = None,
-        direct: bool = False,
     ) -> StagedVersion:
         return StagedVersion(
             info=info,
@@ -381,7 +377,6 @@ class Subscriber:
             num_bytes=num_bytes,
             tensors=tensors,
             state=state,
-            direct=direct,
         )
 
     def _target(self, version: int | None, minimum: int | None) -> CommitInfo:

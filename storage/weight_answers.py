@@ -33,12 +33,13 @@ LoadDigests = Callable[[str], Mapping[str, str]]
 class Fetched:
     """The way to a version: links onto what the receiver holds, or onto `anchor`, which is the
     receiver's own, published in `shares` if its tensors are cut. Neither: the receiver is there
-    already."""
+    already. `shared`: all bytes came out of the publisher's memory."""
 
     target: CommitInfo
     anchor: PolicyTensors | None
     shares: Shares | None
     links: tuple[Link, ...]
+    shared: bool
 
     @property
     def num_bytes(self) -> int:

@@ -11,31 +11,41 @@ Requests and answers are frames of `weight_wire`. Requests:
     {"ask": "ranks"}                                                -> {"ranks"}
 
 "anchor" is null, or "specs" of the tensors that the deltas go onto, or, with "specs" null, the
-"snapshot_id" and "shares" of an anchor that the ranks have. "ranks" are the hosts and ports of the
-trainer's ranks, in their order, where each has what is of its own share; none where one publisher
-has all.
+"snapshot_id" and "shares" of an anchor that the ranks have. "ranks" are host, port and local name
+of each of the trainer's ranks, in their order, where each has what is of its own share; none where
+one publisher has all.
 
 A version is `{"snapshot_id", "record"}`, the record as text. What cannot be given is answered
-with `{"error": words, "code": code}`, and the connection goes on.
+with `{"error": words, "code": code}`, and the connection goes on. `{"busy": true}` comes before an
+answer that takes a while to make.
+
+Receivers of the same user on this machine may connect under a local name instead; to them parts
+are given as memory (`memory_wire`), an anchor's and the deltas' apart.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Self
 
 from .bits import PolicyTensors
 from .errors import ErrorCode, InputError, StorageError
-from .offers import Offer, Offers, Selected, Wanted
+from .memory_wire import GivingWire
+from .offers import Address, Block, Offer, Offers, Selected, Wanted, anchor_block, delta_block
 from .records import CommitInfo, record_to_text
-from .weight_wire import Part, Wire
+from .weight_memory import is_same_user, local_listener
+from .weight_wire import Wire
 
 IDLE_SECONDS: Final = 600.0
 """Longest a receiver may ask for nothing before its connection is ended."""
 CLOSE_SECONDS: Final = 5.0
+BUSY_SECONDS: Final = 1.0
+"""How often a receiver is told that its answer is being made."""
 _ACCEPT_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.1
 
@@ -64,23 +74,27 @@ class WeightServer:
         self._lock = threading.Lock()
         self._links: dict[socket.socket, threading.Thread] = {}
         self._closing = threading.Event()
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self._listener.settimeout(_ACCEPT_SECONDS)
-        self.port = int(self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="weight server", daemon=True)
-        self._thread.start()
+        self._listeners = [socket.create_server((host, 0), backlog=128)]
+        self.port = int(self._listeners[0].getsockname()[1])
+        self._local = self._listen_locally()
+        self._threads = [self._accepting(listener) for listener in self._listeners]
+
+    def address(self, host: str) -> Address:
+        """Where this is, for those who reach this machine as `host`."""
+        return Address(host=host, port=self.port, local=self._local)
 
     def close(self) -> None:
         """End all connections, whatever they are at."""
         with self._lock:
             self._closing.set()
             links = dict(self._links)
-        for link in (self._listener, *links):
+        for link in (*self._listeners, *links):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        for thread in (self._thread, *links.values()):
+        for thread in (*self._threads, *links.values()):
             thread.join(CLOSE_SECONDS)
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,10 +102,27 @@ class WeightServer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
+    def _listen_locally(self) -> str:
+        """The name under which receivers on this machine connect; empty where they cannot."""
+        found = local_listener()
+        if found is None:
+            return ""
+        listener, name = found
+        self._listeners.append(listener)
+        return name
+
+    def _accepting(self, listener: socket.socket) -> threading.Thread:
+        listener.settimeout(_ACCEPT_SECONDS)
+        thread = threading.Thread(
+            target=self._accept, args=(listener,), name="weight server", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                link = self._listener.accept()[0]
+                link = listener.accept()[0]
             except TimeoutError:
                 continue
             except OSError:
@@ -113,18 +144,50 @@ class WeightServer:
     def _serve(self, link: socket.socket) -> None:
         try:
             with suppress(StorageError, OSError):
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                wire = Wire.offered(link, token=self._token, timeout_seconds=self._timeout_seconds)
-                while True:
-                    request, _ = wire.receive(idle_seconds=IDLE_SECONDS)
-                    wire.send(*self._answer(request))
+                if link.family == socket.AF_UNIX:
+                    self._serve_locally(link)
+                else:
+                    self._serve_afar(link)
         finally:
             with self._lock:
                 del self._links[link]
             link.close()
 
-    def _answer(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Part]]:
+    def _serve_afar(self, link: socket.socket) -> None:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        wire = Wire.offered(link, token=self._token, timeout_seconds=self._timeout_seconds)
+        self._converse(wire, partial(_give, wire))
+
+    def _serve_locally(self, link: socket.socket) -> None:
+        if not is_same_user(link):
+            return
+        wire = GivingWire.offered(link, token=self._token, timeout_seconds=self._timeout_seconds)
+        self._converse(wire, partial(self._give_memory, wire))
+
+    def _converse(
+        self, wire: Wire, give: Callable[[Mapping[str, Any], Sequence[Block]], None]
+    ) -> None:
+        while True:
+            request, _ = wire.receive(idle_seconds=IDLE_SECONDS)
+            give(*self._answer(request))
+
+    def _give_memory(
+        self, wire: GivingWire, header: Mapping[str, Any], blocks: Sequence[Block]
+    ) -> None:
+        """Answer with memory, or over the socket where none can be had."""
+        if not blocks:
+            wire.send(header)
+            return
+        busy = _Busy(wire)
+        try:
+            memories = [self._offers.memory(block, progress=busy) for block in blocks]
+        except OSError:
+            _give(wire, header, blocks)
+            return
+        wire.send_memory(header, memories, sizes=[block.sizes for block in blocks])
+
+    def _answer(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[Block]]:
         try:
             match request.get("ask"):
                 case "head":
@@ -133,10 +196,11 @@ class WeightServer:
                 case "version":
                     return self._version(_wanted(request))
                 case "deltas":
-                    return {}, self._offers.payloads(list(request["snapshots"]))
+                    return {}, self._deltas(request["snapshots"])
                 case "anchor":
-                    tensors = self._offers.anchor(str(request["snapshot"]))
-                    return {"specs": _specs(tensors)}, _tensor_parts(tensors)
+                    snapshot_id = str(request["snapshot"])
+                    tensors = self._offers.anchor(snapshot_id)
+                    return {"specs": _specs(tensors)}, [anchor_block(snapshot_id, tensors)]
                 case "ranks":
                     return {"ranks": self._ranks()}, ()
                 case other:
@@ -147,7 +211,11 @@ class WeightServer:
             code = ErrorCode.INVALID_ARGUMENT
             return {"error": f"a malformed request: {error}", "code": code}, ()
 
-    def _version(self, wanted: Wanted) -> tuple[Mapping[str, Any], Sequence[Part]]:
+    def _deltas(self, snapshots: Any) -> list[Block]:
+        snapshot_ids = [str(snapshot_id) for snapshot_id in snapshots]
+        return [delta_block(snapshot_ids, self._offers.payloads(snapshot_ids))]
+
+    def _version(self, wanted: Wanted) -> tuple[Mapping[str, Any], Sequence[Block]]:
         selected = self._offers.select(wanted)
         header = {
             "target": _version_json(selected.target),
@@ -155,10 +223,23 @@ class WeightServer:
             "anchor": _anchor_json(selected),
             "ranks": self._ranks(),
         }
-        return header, _parts(selected)
+        return header, _blocks(selected)
 
     def _ranks(self) -> list[Any]:
-        return [[rank.host, rank.port] for rank in self._offers.ranks]
+        return [[rank.host, rank.port, rank.local] for rank in self._offers.ranks]
+
+
+class _Busy:
+    """Tells a receiver from time to time that its answer is being made."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._told = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._told >= BUSY_SECONDS:
+            self._wire.send({"busy": True})
+            self._told = time.monotonic()
 
 
 def _wanted(request: Mapping[str, Any]) -> Wanted:
@@ -172,13 +253,19 @@ def _wanted(request: Mapping[str, Any]) -> Wanted:
     )
 
 
-def _parts(selected: Selected) -> list[Part]:
-    tensors = _tensor_parts(selected.tensors) if selected.tensors is not None else []
-    return tensors + [o.payload for o in selected.deltas if o.payload is not None]
+def _blocks(selected: Selected) -> list[Block]:
+    """What there is to give with an answer; none of them is empty."""
+    blocks = []
+    if selected.anchor is not None and selected.tensors is not None:
+        blocks.append(anchor_block(selected.anchor.info.snapshot_id, selected.tensors))
+    held = [(o.info.snapshot_id, o.payload) for o in selected.deltas if o.payload is not None]
+    if held:
+        blocks.append(delta_block([key for key, _ in held], [payload for _, payload in held]))
+    return blocks
 
 
-def _tensor_parts(tensors: PolicyTensors) -> list[Part]:
-    return [tensors.bits[spec.name] for spec in tensors.specs]
+def _give(wire: Wire, header: Mapping[str, Any], blocks: Sequence[Block]) -> None:
+    wire.send(header, [part for block in blocks for part in block.parts])
 
 
 def _specs(tensors: PolicyTensors) -> list[Any]:

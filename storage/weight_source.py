@@ -7,11 +7,9 @@ tensors. Whatever goes wrong is an error of this package, and the store has the 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from .bits import PolicyTensors, TensorSpec
 from .errors import BackendError, NotFoundError
@@ -29,10 +27,8 @@ from .weight_answers import (
     link_of,
     tensors_of,
 )
-from .weight_wire import Parts, Wire, failed
-
-FIRST_PAUSE_SECONDS: Final = 0.5
-MAX_PAUSE_SECONDS: Final = 60.0
+from .weight_link import Answer, ServerLink
+from .weight_wire import Parts, failed
 
 
 class VersionSource(Protocol):
@@ -54,19 +50,11 @@ class VersionSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pause:
-    """How long a server is left alone after a failure, and until when."""
-
-    seconds: float
-    until: float
-
-
 class DirectSource:
-    """A connection to a `WeightServer`, made when needed. Not for several threads.
+    """Asks a `WeightServer`, and the ranks it refers to. Not for several threads.
 
-    After a failure a server is left alone for a while, longer each time: a receiver whose server
-    is gone loses no time with it.
+    On one machine bytes come out of memory the server fills, else over TCP. After a failure a
+    server is left alone for a while: a receiver whose server is gone loses no time with it.
     """
 
     def __init__(
@@ -75,20 +63,33 @@ class DirectSource:
         *,
         token: bytes,
         timeout_seconds: float = 10.0,
+        share_memory: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_seconds` bounds connecting, an answer's start, and every 4 MiB of it."""
+        """`timeout_seconds` bounds connecting, an answer's start, and every 4 MiB of it. Without
+        `share_memory` TCP is used on one machine too."""
         self._address = address
         self._token = token
         self._timeout_seconds = timeout_seconds
+        self._share_memory = share_memory
         self._clock = clock
-        self._wires: dict[Address, Wire] = {}
-        self._pauses: dict[Address, _Pause] = {}
+        self._links: dict[Address, ServerLink] = {}
+        self._num_shared = self._num_sent = 0
+
+    @property
+    def num_shared(self) -> int:
+        """Answers whose bytes came out of the server's memory."""
+        return self._num_shared
+
+    @property
+    def num_sent(self) -> int:
+        """Answers whose bytes came over a connection."""
+        return self._num_sent
 
     def head(self, *, store: str, branch: str) -> int | None:
         """See `VersionSource`."""
         try:
-            header, _ = self._ask({"ask": "head", "store": store, "branch": branch})
+            header = self._ask({"ask": "head", "store": store, "branch": branch}).header
         except (BackendError, NotFoundError):
             return None
         return int(header["head"]) if header["head"] >= 0 else None
@@ -104,7 +105,8 @@ class DirectSource:
         """See `VersionSource`."""
         names = Wanted.__dataclass_fields__
         request = {"ask": "version"} | {name: getattr(wanted, name) for name in names}
-        header, parts = self._ask(request)
+        num_sent = self._num_sent
+        header, parts, _ = self._ask(request)
         try:
             target = info_of(header["target"], load_digests)
             check_wanted(target, wanted)
@@ -118,7 +120,13 @@ class DirectSource:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise failed(f"the answer makes no sense ({error})") from error
         check_chain(links, target, base=base if anchor is None else None)
-        return Fetched(target=target, anchor=anchor, shares=shares, links=tuple(links))
+        return Fetched(
+            target=target,
+            anchor=anchor,
+            shares=shares,
+            links=tuple(links),
+            shared=self._num_sent == num_sent and bool(links or anchor),
+        )
 
     def deltas(self, snapshot_ids: Sequence[str], *, rank: int) -> list[bytes]:
         """The deltas of one rank's share, from the rank itself. Raises `StorageError`."""
@@ -130,9 +138,8 @@ class DirectSource:
 
     def close(self) -> None:
         """End the connections; the next request makes them anew."""
-        wires, self._wires = self._wires, {}
-        for wire in wires.values():
-            wire.close()
+        for link in self._links.values():
+            link.close()
 
     def _anchor(
         self, header: Mapping[str, Any], parts: Parts
@@ -164,91 +171,43 @@ class DirectSource:
 
     def _rank(self, rank: int) -> Address:
         """Where a rank is, or the only publisher."""
-        header, _ = self._ask({"ask": "ranks"})
-        ranks = _addresses(header) or [self._address]
+        ranks = _addresses(self._ask({"ask": "ranks"}).header) or [self._address]
         if rank >= len(ranks):
             raise not_offered(f"there are {len(ranks)} ranks, {rank} is none of them")
         return ranks[rank]
 
     def _tensors(self, place: Address, snapshot_id: str) -> PolicyTensors:
-        header, parts = self._ask({"ask": "anchor", "snapshot": snapshot_id}, of=place)
+        header, parts, _ = self._ask({"ask": "anchor", "snapshot": snapshot_id}, of=place)
         try:
             return tensors_of(header["specs"], parts)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise failed(f"an anchor makes no sense ({error})") from error
 
     def _deltas(self, rank: Address, snapshot_ids: Sequence[str]) -> list[bytes]:
-        _, parts = self._ask({"ask": "deltas", "snapshots": list(snapshot_ids)}, of=rank)
+        parts = self._ask({"ask": "deltas", "snapshots": list(snapshot_ids)}, of=rank).parts
         if len(parts) != len(snapshot_ids):
             raise failed("a rank answered with other deltas than asked for")
         return [part.tobytes() for part in parts]
 
-    def _ask(
-        self, request: Mapping[str, Any], *, of: Address | None = None
-    ) -> tuple[Mapping[str, Any], Parts]:
+    def _ask(self, request: Mapping[str, Any], *, of: Address | None = None) -> Answer:
         """The answer to a request. Raises `NotFoundError` for a refusal, `BackendError`."""
-        place = of or self._address
-        pause = self._pauses.get(place)
-        if pause is not None and self._clock() < pause.until:
-            raise failed("the last try failed a moment ago")
-        try:
-            header, parts = self._answer(place, request)
-        except BackendError:
-            self._forget(place)
-            self._pauses[place] = _next_pause(pause, now=self._clock())
-            raise
-        self._pauses.pop(place, None)
-        if "error" in header:
-            raise not_offered(str(header["error"]))
-        return header, parts
+        answer = self._link(of or self._address).ask(request)
+        if answer.parts:
+            self._num_shared += answer.shared
+            self._num_sent += not answer.shared
+        return answer
 
-    def _answer(
-        self, address: Address, request: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Parts]:
-        """Ask over the connection there is, or over a new one if its other end is gone."""
-        wire = self._wires.get(address)
-        if wire is not None:
-            try:
-                return _exchange(wire, request)
-            except BackendError as error:
-                if not isinstance(error.__cause__, ConnectionError):
-                    raise
-                self._forget(address)
-        return _exchange(self._connect(address), request)
-
-    def _forget(self, address: Address) -> None:
-        wire = self._wires.pop(address, None)
-        if wire is not None:
-            wire.close()
-
-    def _connect(self, address: Address) -> Wire:
-        try:
-            link = socket.create_connection(
-                (address.host, address.port), timeout=self._timeout_seconds
+    def _link(self, address: Address) -> ServerLink:
+        if address not in self._links:
+            self._links[address] = ServerLink(
+                address,
+                token=self._token,
+                timeout_seconds=self._timeout_seconds,
+                share_memory=self._share_memory,
+                clock=self._clock,
             )
-        except OSError as error:
-            raise failed(f"{address.host}:{address.port} does not answer ({error})") from error
-        try:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire = Wire.taken(link, token=self._token, timeout_seconds=self._timeout_seconds)
-        except BaseException as error:
-            link.close()
-            if isinstance(error, OSError):
-                raise failed(f"{address.host}:{address.port} is gone ({error})") from error
-            raise
-        self._wires[address] = wire
-        return wire
-
-
-def _next_pause(pause: _Pause | None, *, now: float) -> _Pause:
-    seconds = min(2 * pause.seconds, MAX_PAUSE_SECONDS) if pause else FIRST_PAUSE_SECONDS
-    return _Pause(seconds=seconds, until=now + seconds)
-
-
-def _exchange(wire: Wire, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], Parts]:
-    wire.send(request)
-    return wire.receive()
+        return self._links[address]
 
 
 def _addresses(header: Mapping[str, Any]) -> list[Address]:
-    return [Address(host=host, port=port) for host, port in header["ranks"]]
+    return [Address(host=host, port=port, local=local) for host, port, local in header["ranks"]]

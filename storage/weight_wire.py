@@ -24,7 +24,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -87,14 +87,9 @@ class Wire:
 
     def send(self, header: Mapping[str, Any], parts: Sequence[Part] = ()) -> None:
         """Send one frame. Raises `BackendError` if the other side does not take it in time."""
-        views = [_bytes_of(part) for part in parts]
-        text = json.dumps({**header, "parts": [view.nbytes for view in views]}).encode()
-        start = _PREFIX.pack(len(text), sum(view.nbytes for view in views)) + text
-        number = _NUMBER.pack(self._num_sent)
-        self._num_sent += 1
-        _send(
-            self._link, start + _code(self._send_key, _HEAD, number, start), self._timeout_seconds
-        )
+        views = [bytes_of(part) for part in parts]
+        sizes = [view.nbytes for view in views]
+        number = self._send_head({**header, "parts": sizes}, num_body=sum(sizes))
         code = hashlib.blake2b(_BODY + number, key=self._send_key, digest_size=_CODE_BYTES)
         for view in views:
             for first in range(0, view.nbytes, STRETCH_BYTES):
@@ -104,13 +99,25 @@ class Wire:
         if views:
             _send(self._link, code.digest(), self._timeout_seconds)
 
+    def _send_head(self, header: Mapping[str, Any], *, num_body: int) -> bytes:
+        """Send what comes before a frame's body; the number of the frame."""
+        text = json.dumps(header).encode()
+        start = _PREFIX.pack(len(text), num_body) + text
+        number = _NUMBER.pack(self._num_sent)
+        self._num_sent += 1
+        self._send_start(start + _code(self._send_key, _HEAD, number, start))
+        return number
+
+    def _send_start(self, data: bytes) -> None:
+        _send(self._link, data, self._timeout_seconds)
+
     def receive(self, *, idle_seconds: float | None = None) -> tuple[dict[str, Any], Parts]:
         """The next frame, whose start may take `idle_seconds` to come.
 
         Raises `BackendError` for a frame that is late, cut off or not what was sent.
         """
         wait = self._timeout_seconds if idle_seconds is None else idle_seconds
-        prefix = _read(self._link, _PREFIX.size, wait)
+        prefix = self._read_start(_PREFIX.size, wait)
         num_header, num_body = _PREFIX.unpack(prefix)
         if num_header > MAX_HEADER_BYTES:
             raise failed("a frame's header is too long")
@@ -119,11 +126,17 @@ class Wire:
         self._num_received += 1
         self._compare(_code(self._receive_key, _HEAD, number, start))
         header, sizes = _parsed(start[_PREFIX.size :])
+        return header, self._take_parts(header, sizes, num_body=num_body, number=number)
+
+    def _read_start(self, num_bytes: int, timeout_seconds: float) -> bytes:
+        return _read(self._link, num_bytes, timeout_seconds)
+
+    def _take_parts(
+        self, header: dict[str, Any], sizes: Sequence[int], *, num_body: int, number: bytes
+    ) -> Parts:
+        """The parts that follow a header."""
         if sum(sizes) != num_body:
             raise failed("a frame's parts do not add up")
-        return header, self._body(number, sizes)
-
-    def _body(self, number: bytes, sizes: Sequence[int]) -> Parts:
         parts = [np.empty(size, np.uint8) for size in sizes]
         code = hashlib.blake2b(_BODY + number, key=self._receive_key, digest_size=_CODE_BYTES)
         for part in parts:
@@ -170,7 +183,7 @@ def _code(key: bytes, *pieces: bytes) -> bytes:
     return digest.digest()
 
 
-def _bytes_of(part: Part) -> memoryview:
+def bytes_of(part: Part) -> memoryview:
     """The bytes of a part, without a copy."""
     if isinstance(part, np.ndarray):
         return part.reshape(-1).view(np.uint8).data
@@ -192,6 +205,16 @@ def _read(link: socket.socket, num_bytes: int, timeout_seconds: float) -> bytes:
 
 
 def _read_into(link: socket.socket, target: memoryview, timeout_seconds: float) -> None:
+    fill(link, target, timeout_seconds, receive=link.recv_into)
+
+
+def fill(
+    link: socket.socket,
+    target: memoryview,
+    timeout_seconds: float,
+    *,
+    receive: Callable[[memoryview], int],
+) -> None:
     """Fill the target before the timeout, however small the pieces that come.
 
     The cause of the error is a `ConnectionError` where the other side is gone, not slow.
@@ -200,7 +223,7 @@ def _read_into(link: socket.socket, target: memoryview, timeout_seconds: float) 
     try:
         while target.nbytes:
             link.settimeout(max(deadline - time.monotonic(), 1e-3))
-            count = link.recv_into(target)
+            count = receive(target)
             if count == 0:
                 raise ConnectionResetError("it ended the connection")
             target = target[count:]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher, Subscriber
@@ -43,6 +44,10 @@ class Offering:
 
     def address(self) -> Address:
         return Address(host="127.0.0.1", port=self.server.port)
+
+    def here(self) -> Address:
+        """The server's address for this machine, whose TCP part leads nowhere."""
+        return replace(self.server.address("255.255.255.255"), port=9)
 
     def source(
         self,

@@ -14,6 +14,7 @@ from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 from deltaloom.orchestrator.run_dir import open_run
+from deltaloom.storage import weight_memory
 
 from .resume_support import killed_at, resume, start, task_lines
 from .run_support import deltaloom, tiny_pipeline
@@ -94,6 +95,11 @@ def counted(run_dir: Path) -> tuple[float, float]:
     return direct, fallbacks
 
 
+def shared(run_dir: Path) -> float:
+    """Versions that came out of the trainer's memory, over all tasks."""
+    return float(sum(line.get("direct_shared", 0.0) for line in task_lines(run_dir)))
+
+
 def assert_identical(run_dir: Path, other: Path) -> None:
     result = compare_runs(StoredRun(run_dir), StoredRun(other))
     assert result["identical"], result["difference"]
@@ -119,9 +125,34 @@ def test_a_worker_that_keeps_up_takes_every_version_directly(tmp_path: Path) -> 
     pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
     start(pipeline, tmp_path / "run", max_staleness=0)
     assert counted(tmp_path / "run") == (NUM_STEPS, 0)
+    assert shared(tmp_path / "run") == (NUM_STEPS if weight_memory.is_available() else 0)
 
 
-def test_an_unreachable_trainer_leaves_the_store(through_store: Path, tmp_path: Path) -> None:
+def test_without_shared_memory_workers_use_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_memory, "is_available", lambda: False)
+    pipeline = tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=DIRECT)
+    start(pipeline, tmp_path / "run", max_staleness=0)
+    assert counted(tmp_path / "run") == (NUM_STEPS, 0)
+    assert shared(tmp_path / "run") == 0
+
+
+@pytest.mark.skipif(not weight_memory.is_available(), reason="only Linux has sealed memory")
+def test_workers_on_the_trainers_machine_need_no_address(
+    through_store: Path, tmp_path: Path
+) -> None:
+    publish = f'{DIRECT}, direct_host="255.255.255.255"'
+    start(tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=publish), tmp_path / "run")
+    assert_identical(tmp_path / "run", through_store)
+    assert counted(tmp_path / "run")[0] == shared(tmp_path / "run") > 0
+
+
+def test_an_unreachable_trainer_leaves_the_store(
+    through_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory would not need the address."""
+    monkeypatch.setattr(weight_memory, "is_available", lambda: False)
     publish = f'{DIRECT}, direct_host="255.255.255.255"'
     start(tiny_pipeline(tmp_path, steps=NUM_STEPS, publish=publish), tmp_path / "run")
     assert_identical(tmp_path / "run", through_store)

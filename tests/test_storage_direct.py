@@ -277,8 +277,8 @@ def test_closing_ends_connections_and_threads(tmp_path: Path) -> None:
     with offering(tmp_path / "s", STATES[:1]) as made:
         receivers = [made.receiver() for _ in range(3)]
         assert all(receiver.stage(0).direct for receiver in receivers)
-        threads = [made.server._thread, *made.server._links.values()]
-        assert len(threads) == 4
+        threads = [*made.server._threads, *made.server._links.values()]
+        assert len(threads) == len(made.server._listeners) + 3
         made.server.close()
         assert not any(thread.is_alive() for thread in threads)
 

@@ -1,0 +1,150 @@
+"""`ServerLink`: the way to one `WeightServer`, through memory where both are on one machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from .errors import BackendError
+from .memory_wire import TakingWire
+from .offers import Address, not_offered
+from .weight_memory import local_link
+from .weight_wire import Parts, Wire, failed
+
+FIRST_PAUSE_SECONDS: Final = 0.5
+MAX_PAUSE_SECONDS: Final = 60.0
+
+
+class Answer(NamedTuple):
+    """What a server said, and whether its parts came out of memory instead of a connection."""
+
+    header: Mapping[str, Any]
+    parts: Parts
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pause:
+    """How long a server is left alone after a failure, and until when."""
+
+    seconds: float
+    until: float
+
+
+class ServerLink:
+    """A connection that is made when needed. Not for several threads.
+
+    The local name is tried first, if the server has one: on another machine it is unknown, which
+    costs nothing. Once that way failed, TCP is used. After a failure of both the server is left
+    alone for a while, longer each time.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        token: bytes,
+        timeout_seconds: float,
+        share_memory: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._timeout_seconds = timeout_seconds
+        self._by_name = share_memory and bool(address.local)
+        self._clock = clock
+        self._wire: Wire | None = None
+        self._pause: _Pause | None = None
+
+    def ask(self, request: Mapping[str, Any]) -> Answer:
+        """The answer to a request. Raises `NotFoundError` for a refusal, `BackendError`."""
+        pause = self._pause
+        if pause is not None and self._clock() < pause.until:
+            raise failed("the last try failed a moment ago")
+        try:
+            answer = self._answer(request)
+        except BackendError:
+            self.close()
+            self._pause = _next_pause(pause, now=self._clock())
+            raise
+        self._pause = None
+        if "error" in answer.header:
+            raise not_offered(str(answer.header["error"]))
+        return answer
+
+    def close(self) -> None:
+        """End the connection; the next request makes it anew."""
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+    def _answer(self, request: Mapping[str, Any]) -> Answer:
+        """Ask over the connection there is, or over a new one if its other end is gone."""
+        if self._wire is not None:
+            try:
+                return _exchange(self._wire, request)
+            except BackendError as error:
+                if not isinstance(error.__cause__, ConnectionError):
+                    self._give_up(self._wire, error)
+                self.close()
+        if self._by_name:
+            try:
+                return _exchange(self._connect_by_name(), request)
+            except BackendError as error:
+                self._give_up(self._wire, error)
+                self.close()
+        return _exchange(self._connect(), request)
+
+    def _give_up(self, wire: Wire | None, error: BackendError) -> None:
+        """Use TCP from now on. Raises the error of a connection that was TCP, or only slow."""
+        if isinstance(error.__cause__, TimeoutError) or (wire and not isinstance(wire, TakingWire)):
+            raise error
+        self._by_name = False
+
+    def _connect_by_name(self) -> Wire:
+        try:
+            link = local_link(self._address.local, timeout_seconds=self._timeout_seconds)
+        except OSError as error:
+            raise failed(f"nobody on this machine is {self._address.local} ({error})") from error
+        self._wire = _proved(TakingWire, link, self._token, self._timeout_seconds)
+        return self._wire
+
+    def _connect(self) -> Wire:
+        place = f"{self._address.host}:{self._address.port}"
+        try:
+            link = socket.create_connection(
+                (self._address.host, self._address.port), timeout=self._timeout_seconds
+            )
+        except OSError as error:
+            raise failed(f"{place} does not answer ({error})") from error
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            link.close()
+            raise failed(f"{place} is gone ({error})") from error
+        self._wire = _proved(Wire, link, self._token, self._timeout_seconds)
+        return self._wire
+
+
+def _proved(kind: type[Wire], link: socket.socket, token: bytes, timeout_seconds: float) -> Wire:
+    """A connection over `link` after both sides proved themselves; else it is closed."""
+    try:
+        return kind.taken(link, token=token, timeout_seconds=timeout_seconds)
+    except BaseException:
+        link.close()
+        raise
+
+
+def _exchange(wire: Wire, request: Mapping[str, Any]) -> Answer:
+    wire.send(request)
+    header, parts = wire.receive()
+    while header.get("busy"):
+        header, parts = wire.receive()
+    return Answer(header, parts, isinstance(wire, TakingWire) and wire.shared)
+
+
+def _next_pause(pause: _Pause | None, *, now: float) -> _Pause:
+    seconds = min(2 * pause.seconds, MAX_PAUSE_SECONDS) if pause else FIRST_PAUSE_SECONDS
+    return _Pause(seconds=seconds, until=now + seconds)
