@@ -67,6 +67,8 @@ class RunRequest:
     overlay: Mapping[str, Any]
     plugins_dir: Path | None = None
     selection: Selection | None = None
+    store: str | None = None
+    """Address of the store to make; None for one in the run directory."""
 
 
 def prepare(request: RunRequest) -> Prepared:
@@ -82,13 +84,39 @@ def prepare(request: RunRequest) -> Prepared:
         pipeline_source=_source_text(request.pipeline_path),
         plugins_dir=str(request.plugins_dir.absolute()) if request.plugins_dir else None,
         overlay=request.overlay,
-        store_url=str(run_dir.store),
+        store_url=str(run_dir.store) if request.store is None else _new_store(request.store),
         selection=request.selection.to_json() if request.selection else {},
     )
     plugins, pipeline, plan = assemble(manifest)
     return Prepared(
         run_dir=run_dir, manifest=manifest, plugins=plugins, pipeline=pipeline, plan=plan
     )
+
+
+def _new_store(address: str) -> str:
+    """The address as every process of the run can use it.
+
+    Raises `InputError` for one that workers could not reach, `RunError` for a store that is
+    there already.
+    """
+    from ..storage.errors import ErrorCode, InputError
+    from ..storage.location import Kind, parse_location
+    from ..storage.repository import PolicyRepository
+
+    location = parse_location(address)
+    if location.kind is Kind.MEMORY:
+        raise InputError(
+            f"a run cannot have its store at {address!r}: its workers are other processes.",
+            code=ErrorCode.INVALID_ARGUMENT,
+            remedy="Give a path, or s3://BUCKET/PREFIX.",
+        )
+    if PolicyRepository.exists(address):
+        raise RunError(
+            f"there is a store at {location.text} already.",
+            code=RunErrorCode.RUN_EXISTS,
+            remedy="Choose another --store; a run that has it goes on with deltaloom resume.",
+        )
+    return location.text
 
 
 def assemble(manifest: RunManifest) -> tuple[Plugins, ResolvedPipeline, Plan]:

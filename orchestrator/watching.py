@@ -25,6 +25,8 @@ RECENT_VERSIONS = 20
 """Versions that rates and the time left are taken over."""
 SETTLING_SECONDS = 600.0
 """How long a run that has all its versions may take to evaluate and judge the last one."""
+UNKNOWN_STEPS = -1
+"""Of a run whose store alone is at hand, and that was told to go on past the steps recorded."""
 KEPT_VERSIONS = 2000
 """Versions that the course of a figure is drawn from."""
 LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -222,12 +224,13 @@ class RunWatcher:
         figures = figures_of(self._infos, notes)
         newest_first = self._infos[::-1]
         config = self._known_config()
+        steps = int(config.get("pipeline", {}).get("steps", UNKNOWN_STEPS))
         live = self._live_accounting(head)
         written = figures.written_at[-1] if figures.written_at else time.time()
         return Look(
             location=self._repository.location,
             branch=self._branch,
-            steps=int(config.get("pipeline", {}).get("steps", -1)),
+            steps=steps if head is None or head.version <= steps else UNKNOWN_STEPS,
             evaluates=frozenset(n for n, options in config.items() if "pass_score" in options),
             figures=figures,
             accounting=live or figures.accounting,

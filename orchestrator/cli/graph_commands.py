@@ -13,6 +13,7 @@ from .output import DebugFlag, JsonFlag, PluginsDirOption, print_json, print_tab
 from .run_commands import (
     ConfigFiles,
     FromNodes,
+    NewStore,
     Nodes,
     Overrides,
     Pipeline,
@@ -74,6 +75,7 @@ def graph(
 def plan(
     pipeline: Pipeline,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Check this place too.")] = None,
+    store: NewStore = None,
     config: ConfigFiles = None,
     overrides: Overrides = None,
     guard: Rules = None,
@@ -99,6 +101,7 @@ def plan(
                 to_nodes=tuple(to_nodes or ()),
                 nodes=tuple(nodes or ()),
             ),
+            store=store,
         )
     )
     if json:

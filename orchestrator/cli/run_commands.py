@@ -41,6 +41,13 @@ Rules = Annotated[
         help="A rule of the guard, such as 'reward drop=0.2 over=3 action=pause'; repeatable.",
     ),
 ]
+NewStore = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="Address of the run's store, a path or s3://BUCKET/PREFIX; in the run if left out.",
+    ),
+]
 Steps = Annotated[int | None, typer.Option("--steps", min=0, help="Training steps in all.")]
 
 
@@ -79,6 +86,7 @@ def guard_options(rules: Sequence[str] | None) -> Mapping[str, Any]:
 def run(
     pipeline: Pipeline,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for the run; must be new.")],
+    store: NewStore = None,
     steps: Steps = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Root of all randomness.")] = None,
     workers: Annotated[
@@ -114,6 +122,7 @@ def run(
             to_nodes=tuple(to_nodes or ()),
             nodes=tuple(nodes or ()),
         ),
+        store=store,
     )
     prepared = prepare(request)
     with progress_observer(quiet=json) as observer:
