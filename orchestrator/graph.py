@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import PipelineError, RunErrorCode, suggest
 
@@ -76,6 +77,7 @@ def build_graph(nodes: Sequence[NodeSpec]) -> Graph:
     if not nodes:
         raise _error("a pipeline needs at least one node.")
     _check_names(nodes)
+    _check_calls(nodes)
     producers = _producers(nodes)
     edges = [edge for node in nodes for edge in _input_edges(node, producers)]
     ordered = _topological(nodes, edges)
@@ -97,6 +99,34 @@ def _check_names(nodes: Sequence[NodeSpec]) -> None:
         if counts[node.name] > 1:
             places = ", ".join(n.where for n in nodes if n.name == node.name)
             raise _error(f"two nodes are named {node.name!r} ({places}); names must be unique.")
+
+
+def _check_calls(nodes: Sequence[NodeSpec]) -> None:
+    """Every function takes the arguments that its node will call it with."""
+    for node in nodes:
+        for function, arguments in _calls(node):
+            name = getattr(function, "__name__", type(function).__name__)
+            call = f"node {node.name!r} calls {name}({', '.join(arguments)})"
+            if not callable(function):
+                raise _error(f"{node.where}: {call}, but {function!r:.80} is no function.")
+            try:
+                signature = inspect.signature(function)
+            except ValueError:
+                continue  # some functions of extension modules do not tell
+            try:
+                signature.bind(*arguments)
+            except TypeError as error:
+                takes = f"{name} takes ({', '.join(signature.parameters)})"
+                raise _error(f"{node.where}: {call}, but {takes}: {error}.") from None
+
+
+def _calls(node: NodeSpec) -> Iterator[tuple[Callable[..., Any], Sequence[str]]]:
+    """The node's functions with the names of the positional arguments that each gets."""
+    if node.prompts is not None:
+        yield node.prompts, ("rng",)
+    arguments = {"source": ("step", "rng"), "function": node.inputs}
+    for function in node.functions:
+        yield function, arguments.get(node.role, ("rollout",))
 
 
 def _producers(nodes: Sequence[NodeSpec]) -> Mapping[str, NodeSpec]:

@@ -7,15 +7,24 @@ from xml.etree import ElementTree
 
 import pytest
 
-from deltaloom.orchestrator import Pipeline, node, publish, rollout, score, source, train
+from deltaloom.orchestrator import (
+    Pipeline,
+    evaluate,
+    node,
+    publish,
+    rollout,
+    score,
+    source,
+    train,
+)
 from deltaloom.orchestrator.draw import draw_mermaid, draw_svg, draw_text
 from deltaloom.orchestrator.dsl import NodeSpec
 from deltaloom.orchestrator.errors import PipelineError
 from deltaloom.orchestrator.plan import Selection, select
 
 
-def same(items: list[Any]) -> list[Any]:
-    return items
+def same(*items: Any) -> Any:
+    return items[0]
 
 
 def loop(**names: str) -> tuple[NodeSpec, ...]:
@@ -71,6 +80,47 @@ def test_a_graph_that_cannot_work_is_refused_by_name(
         Pipeline(*nodes)
     for part in parts:
         assert part in str(caught.value)
+
+
+def of_step_alone(step: int) -> list[Any]:
+    return []
+
+
+def of_texts(completions: list[str], answer: list[str]) -> list[float]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        (
+            source(of_step_alone, to="prompts"),
+            ["'source' calls of_step_alone(step, rng)", "of_step_alone takes (step)", "too many"],
+        ),
+        (
+            score("groups", to="scored", by=[same, of_texts]),
+            ["'score' calls of_texts(rollout)", "of_texts takes (completions, answer)", "'answer'"],
+        ),
+        (evaluate(of_texts, by=same), ["'evaluate' calls of_texts(rng)", "'answer'"]),
+        (
+            node(of_step_alone, "a", "b", to="c", kind="groups"),
+            ["'of_step_alone' calls of_step_alone(a, b)"],
+        ),
+        (source([1, 2], to="prompts"), ["'source' calls", "[1, 2] is no function"]),  # type: ignore[arg-type]
+    ],
+    ids=["source", "score", "evaluate", "node", "no function"],
+)
+def test_a_function_that_cannot_be_called_as_its_node_does_is_refused(
+    spec: NodeSpec, parts: list[str]
+) -> None:
+    with pytest.raises(PipelineError) as caught:
+        Pipeline(spec)
+    for part in [*parts, "test_graph.py:"]:
+        assert part in caught.value.message
+
+
+def test_a_function_of_any_arguments_can_be_called() -> None:
+    Pipeline(source(dict, to="prompts"), node(same, "prompts", to="more", kind="prompts"))
 
 
 def test_a_cycle_is_told_node_by_node() -> None:
