@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 
 from ..storage.errors import DeltaloomError
+from .other_names import name_here
 
 
 class RunErrorCode(StrEnum):
@@ -110,8 +111,13 @@ def boundary(error: type[OrchestratorError], what: str) -> Iterator[None]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is known, for an error about `name`."""
+    """`Did you mean 'x'?`, or the list of what is known, for an error about `name`.
+
+    Names of options that other trainers use are understood.
+    """
     options = sorted(known)
+    if here := name_here(name, options):
+        return f"It is called {here!r} here."
     near = get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
         return f"Did you mean {near[0]!r}?"

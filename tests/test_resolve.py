@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from deltaloom.orchestrator import Pipeline, publish, rollout, score, source, train, use
-from deltaloom.orchestrator.config import load_overlays
+from deltaloom.orchestrator import Pipeline, options, publish, rollout, score, source, train, use
+from deltaloom.orchestrator.config import field_names, load_overlays
 from deltaloom.orchestrator.errors import ConfigError, PluginError
+from deltaloom.orchestrator.other_names import OTHER_NAMES
 from deltaloom.orchestrator.plugin_manager import create_plugins
 from deltaloom.orchestrator.resolve import ResolvedPipeline, resolve
+
+from .run_support import REPOSITORY
 
 
 def anything(*arguments: Any) -> list[Any]:
@@ -52,6 +55,11 @@ def test_an_override_can_choose_another_plugin() -> None:
         ("train.optimizer.lrr=1", ["train.optimizer.lrr", "Did you mean 'lr'?"]),
         ("trian.lr=1", ["trian", "Did you mean 'train'?"]),
         ("pipeline.step=1", ["pipeline.step", "Did you mean 'steps'?"]),
+        ("train.learning_rate=1", ["train.learning_rate", "It is called 'lr' here."]),
+        ("train.beta=0.1", ["train.beta", "It is called 'kl_coefficient' here."]),
+        ("train.batch_size=4", ["train.batch_size", "'micro_batch_rollouts' here."]),
+        ("rollout.batch_size=4", ["rollout.batch_size", "'prompts_per_task' here."]),
+        ("rollout.num_generations=8", ["rollout.num_generations", "'group_size' here."]),
         ("rollout.group_size=x", ["rollout.group_size", "must be int"]),
         ("model.alphabet=aa", ["model", "repeated"]),
     ],
@@ -68,6 +76,19 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_near_one(
 def test_an_unknown_plugin_is_refused_with_the_near_one() -> None:
     with pytest.raises(PluginError, match="Did you mean 'adamw'"):
         make("train.optimizer=adam_w")
+
+
+def test_every_name_of_elsewhere_leads_to_an_option_and_is_in_the_table() -> None:
+    kinds = create_plugins().components.values()
+    configs = [component.Config for kind in kinds for component in kind.values()]
+    of_nodes = [value for name, value in vars(options).items() if name.endswith("Options")]
+    known = {name for config in (*configs, *of_nodes) for name in field_names(config)}
+    assert set(OTHER_NAMES) <= known
+    table = (REPOSITORY / "docs" / "from-other-trainers.md").read_text(encoding="utf-8")
+    for here, others in OTHER_NAMES.items():
+        row = next(line for line in table.splitlines() if line.endswith(f"| `{here}` |"))
+        for other in others:
+            assert f"`{other}`" in row, other
 
 
 def test_a_missing_option_is_named() -> None:
