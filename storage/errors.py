@@ -43,6 +43,7 @@ class ErrorCode(StrEnum):
     NOTE_NOT_FOUND = "note-not-found"
     DIRECT_UNAVAILABLE = "direct-unavailable"
     NOT_OFFERED = "not-offered"
+    NAME_TAKEN = "name-taken"
 
 
 class DeltaloomError(Exception):

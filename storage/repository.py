@@ -7,7 +7,7 @@ head) or `branch@number`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,14 @@ from zarr.abc.store import Store
 from .backend import translated
 from .bits import PolicyTensors, TensorSpec
 from .chain import CodecLookup
-from .errors import BackendError, ErrorCode, InputError, IntegrityError, NotFoundError
+from .errors import (
+    BackendError,
+    ConflictError,
+    ErrorCode,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+)
 from .fence import (
     ExclusiveFileFence,
     Fence,
@@ -237,6 +244,7 @@ class PolicyRepository:
         check_ref_name(name, kind="tag")
         info = self.info(ref, branch=branch)
         self._check_writable("tag a version")
+        self._check_free(name, kind="tag", taken=self.tags())
         with self._looking_up(f"make tag {name!r}"):
             self._backend.create_tag(name, info.snapshot_id)
         return info
@@ -246,6 +254,7 @@ class PolicyRepository:
         check_ref_name(name, kind="branch")
         info = self.info(from_ref, branch=branch)
         self._check_writable("make a branch")
+        self._check_free(name, kind="branch", taken=self.branches())
         with self._looking_up(f"make branch {name!r}"):
             self._backend.create_branch(name, info.snapshot_id)
         return info
@@ -519,6 +528,15 @@ class PolicyRepository:
             raise InputError(
                 f"cannot {action}: {self.location} was opened read-only.",
                 code=ErrorCode.INVALID_ARGUMENT,
+            )
+
+    def _check_free(self, name: str, *, kind: str, taken: Mapping[str, str]) -> None:
+        if name in taken:
+            raise ConflictError(
+                f"there is a {kind} {name!r} in {self.location} already, at snapshot "
+                f"{taken[name]}.",
+                code=ErrorCode.NAME_TAKEN,
+                remedy="Choose another name; what is named stays.",
             )
 
     def _opening(self, what: str) -> Any:

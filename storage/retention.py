@@ -172,7 +172,7 @@ def _with_needs(
     versions: Mapping[str, CommitInfo], wanted: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
     """`wanted` and, for each of them, the versions without which it could not be rebuilt."""
-    reasons = {snapshot_id: list(texts) for snapshot_id, texts in wanted.items()}
+    needs: dict[str, dict[str, set[int]]] = {}
     for snapshot_id in wanted:
         target = versions.get(snapshot_id)
         if target is None:
@@ -182,10 +182,12 @@ def _with_needs(
             if info.version < oldest:
                 break
             if info.snapshot_id not in wanted:
-                need = _need(info, target)
-                texts = reasons.setdefault(info.snapshot_id, [])
-                texts += [need] if need not in texts else []
-    return reasons
+                kind = "chain" if info.version >= target.anchor_version else "replay"
+                needs.setdefault(info.snapshot_id, {}).setdefault(kind, set()).add(target.version)
+    return {snapshot_id: list(texts) for snapshot_id, texts in wanted.items()} | {
+        snapshot_id: [f"{kind} of {_words(versions)}" for kind, versions in kinds.items()]
+        for snapshot_id, kinds in needs.items()
+    }
 
 
 def _oldest_needed(versions: Mapping[str, CommitInfo], target: CommitInfo) -> int:
@@ -199,9 +201,16 @@ def _oldest_needed(versions: Mapping[str, CommitInfo], target: CommitInfo) -> in
     return target.anchor_version
 
 
-def _need(info: CommitInfo, target: CommitInfo) -> str:
-    kind = "chain" if info.version >= target.anchor_version else "replay"
-    return f"{kind} of version {target.version}"
+def _words(versions: Iterable[int]) -> str:
+    """`version 5`, or `versions 2, 4 to 6`."""
+    runs: list[list[int]] = []
+    for version in sorted(versions):
+        if runs and runs[-1][-1] == version - 1:
+            runs[-1].append(version)
+        else:
+            runs.append([version])
+    listed = ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+    return f"version{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {listed}"
 
 
 def _pin(repository: PolicyRepository, plan: GcPlan) -> None:

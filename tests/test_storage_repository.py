@@ -218,8 +218,11 @@ def test_names_that_cannot_be_refs_are_refused(tmp_path: Path, name: str) -> Non
 def test_a_tag_is_not_moved(tmp_path: Path) -> None:
     repository = make_store(tmp_path / "s", STATES[:2])
     repository.tag("best", 0)
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError, match="there is a tag 'best'") as caught:
         repository.tag("best", 1)
+    assert (caught.value.code, caught.value.remedy is None) == (ErrorCode.NAME_TAKEN, False)
+    with pytest.raises(ConflictError, match="there is a branch 'main'"):
+        repository.branch("main", 1)
 
 
 def test_a_read_only_repository_writes_nothing(tmp_path: Path) -> None:
