@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from .errors import RunError, RunErrorCode
 from .run_dir import RunDir, RunManifest, open_run
 from .version_notes import VersionNotes, all_findings, newest_evaluations, version_notes
 
+if TYPE_CHECKING:
+    from .interfaces import Tokenizer
+    from .stored_rollouts import StoredRollout
+
 Json = dict[str, Any]
-MAX_TEXT_CHARS = 60
 
 
 def find_run(path: Path | None) -> Path:
@@ -89,10 +92,12 @@ class StoredRun:
         return ledger_rows(self.repository, info)
 
     def show_group(self, group_id: str) -> Json:
-        """A group's ledger row, the version that closed it, and its rollouts as trained.
+        """A group's ledger row, the version that closed it, and its rollouts.
 
-        `trained_by` lists the versions whose batch holds it, `token_versions` those that
-        produced its tokens.
+        `rollouts` are as trained, `left_out` the others with the reason as `outcome`; their
+        `text`, and `prompt`, are None where the model's tokenizer is not at hand. `trained_by`
+        lists the versions whose batch holds the group, `token_versions` those that produced its
+        trained tokens.
 
         Raises `RunError` for a group no stored version mentions.
         """
@@ -100,15 +105,7 @@ class StoredRun:
         if step.isdigit():
             for info, row in self._rows_from(int(step)):
                 if row["group_id"] == group_id:
-                    rollouts = self._rollouts(info, group_id)
-                    produced = {v for rollout in rollouts for v in rollout["versions"]}
-                    return {
-                        "version": info.version,
-                        "trained_by": [info.version] if rollouts else [],
-                        "token_versions": sorted(produced),
-                        "row": row,
-                        "rollouts": rollouts,
-                    }
+                    return {"version": info.version, "row": row, **self._group(info, group_id)}
         raise RunError(
             f"no version of {str(self.run_dir.path)!r} has a group {group_id!r}.",
             code=RunErrorCode.RUN_NOT_FOUND,
@@ -174,25 +171,33 @@ class StoredRun:
             for row in self.ledger(self.repository.info(version, branch=self.branch))
         ]
 
-    def _rollouts(self, info: CommitInfo, group_id: str) -> list[Json]:
-        from .batching import batch_from_columns
+    def _group(self, info: CommitInfo, group_id: str) -> Json:
+        """What `show_group` says of a group beside its row."""
+        from .stored_rollouts import stored_groups
 
-        values, arrays = self.repository.read_table(info.snapshot_id, "batch")
-        batch = batch_from_columns(arrays, values)
-        if group_id not in batch.group_ids:
-            return []
-        group = batch.group_ids.index(group_id)
-        ends = np.cumsum(batch.lengths)
-        return [
-            {
-                "tokens": batch.tokens[ends[row] - batch.lengths[row] : ends[row]].tolist(),
-                "reward": float(batch.rewards[row]),
-                "advantage": float(batch.advantages[ends[row] - 1]),
-                "versions": batch.versions[ends[row] - batch.lengths[row] : ends[row]].tolist(),
-            }
-            for row in np.flatnonzero(batch.group_index == group)
-            if batch.lengths[row]
-        ]
+        (group,) = [g for g in stored_groups(self.repository, info) if g.id == group_id]
+        tokenizer = self.tokenizer()
+        lines = [rollout_line(rollout, tokenizer) for rollout in group.rollouts]
+        trained = [line for line in lines if not line["outcome"] and line["tokens"]]
+        prompt = group.prompt_tokens.tolist()
+        return {
+            "trained_by": [info.version] if trained else [],
+            "token_versions": sorted({v for line in trained for v in line["versions"]}),
+            "prompt": tokenizer.decode(prompt) if tokenizer else None,
+            "answer": group.answer,
+            "rollouts": trained,
+            "left_out": [line for line in lines if line["outcome"]],
+        }
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's model; None where its plugin is not at hand."""
+        from .plugin_manager import create_plugins
+        from .stored_rollouts import tokenizer_of
+
+        directory = self.manifest.plugins_dir
+        plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
+        config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
+        return tokenizer_of(config, plugins)
 
 
 def _last_at_work(run: Path) -> float:
@@ -241,6 +246,21 @@ def version_line(info: CommitInfo) -> Json:
         "elements": info.num_elements,
         "reward": metrics.get("reward"),
         "staleness": metrics.get("staleness"),
+    }
+
+
+def rollout_line(rollout: StoredRollout, tokenizer: Tokenizer | None) -> Json:
+    """One rollout: text, tokens with their versions, reward, and advantage or why it has none."""
+    tokens = rollout.tokens.tolist()
+    advantages = rollout.advantages
+    return {
+        "at": rollout.at,
+        "text": tokenizer.decode(tokens) if tokenizer else None,
+        "tokens": tokens,
+        "reward": _plain(np.float64(rollout.reward)),
+        "advantage": float(advantages[-1]) if advantages is not None and tokens else None,
+        "versions": rollout.versions.tolist(),
+        "outcome": rollout.outcome,
     }
 
 

@@ -24,7 +24,8 @@ def load_pipeline(path: Path) -> Pipeline:
         raise
     except (Exception, SystemExit) as error:
         raise _error(
-            f"pipeline file {str(path)!r} failed to import: {_where(error, path)}"
+            f"pipeline file {str(path)!r} failed to import: {_where(error, path)}",
+            remedy=_import_remedy(error, path),
         ) from error
     pipeline = getattr(module, "pipeline", None)
     if not isinstance(pipeline, Pipeline):
@@ -45,5 +46,18 @@ def _where(error: BaseException, path: Path) -> str:
     return f"{what} (line {own[-1].lineno}: {own[-1].line})." if own else f"{what}."
 
 
-def _error(message: str) -> PipelineError:
-    return PipelineError(message, code=RunErrorCode.BAD_PIPELINE_FILE)
+def _import_remedy(error: BaseException, path: Path) -> str | None:
+    """What to do about a module that lies beside the pipeline file and was not found."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    top = path.parent / error.name.partition(".")[0]
+    if not (top.is_dir() or top.with_suffix(".py").is_file()):
+        return None
+    return (
+        "Modules beside a pipeline file are not found by themselves: install them as a package, or "
+        f"set PYTHONPATH={path.parent.absolute()} wherever workers run."
+    )
+
+
+def _error(message: str, *, remedy: str | None = None) -> PipelineError:
+    return PipelineError(message, code=RunErrorCode.BAD_PIPELINE_FILE, remedy=remedy)

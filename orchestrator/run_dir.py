@@ -184,6 +184,7 @@ def open_run(path: Path) -> tuple[RunDir, RunManifest]:
         raise RunError(
             f"there is no run in {str(run_dir.path)!r}: {run_dir.run_file.name} is missing.",
             code=RunErrorCode.RUN_NOT_FOUND,
+            remedy="Name a folder that was given as --run-dir; a store alone is named by --store.",
         )
     try:
         data = json.loads(run_dir.run_file.read_text(encoding="utf-8"))

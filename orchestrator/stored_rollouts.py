@@ -1,4 +1,5 @@
-"""The rollouts of a stored version, trained on or left out, put back together by group."""
+"""The rollouts of a stored version, trained on or left out, put back together by group, and the
+tokenizer that reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .batching import batch_from_columns
+from .config import build_config
+from .errors import PluginError
 from .inspect import ledger_rows
 
 if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
+    from .interfaces import Tokenizer
+    from .plugin_manager import Plugins
     from .types import FloatArray, Int32Array, TrainBatch
 
 Json = Mapping[str, Any]
@@ -71,6 +76,19 @@ def stored_groups(repository: PolicyRepository, info: CommitInfo) -> list[Stored
     if "rollouts" in info.record.tables:
         left = _Left(*repository.read_table(info.snapshot_id, "rollouts"))
     return [_group(row, batch, left) for row in ledger_rows(repository, info)]
+
+
+def tokenizer_of(config: Mapping[str, Any], plugins: Plugins) -> Tokenizer | None:
+    """The tokenizer of the run's model; None where its plugin, or a library it needs, is absent."""
+    values = dict(config.get("model", {}))
+    name = values.pop("name", "")
+    try:
+        component = plugins.component("model", name)
+        model = component(build_config(component.Config, values, path="model"))
+        tokenizer: Tokenizer = model.tokenizer()
+    except PluginError:
+        return None
+    return tokenizer
 
 
 @dataclass(frozen=True, slots=True)

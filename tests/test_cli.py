@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from deltaloom import __version__
+from deltaloom.orchestrator.inspect import StoredRun
 
 from .run_support import REPOSITORY, command, deltaloom, tiny_pipeline
 
@@ -48,6 +52,35 @@ def test_show_tells_a_group_and_the_version_it_made(run_dir: Path) -> None:
     assert shown["version"] == 2
     assert len(shown["rollouts"]) == 4
     assert all(set(r["versions"]) == {0} for r in shown["rollouts"])
+    assert shown["prompt"] == shown["answer"][::-1] + "="
+    digits = {r["text"] for r in shown["rollouts"] if len(r["tokens"]) == len(r["text"])}
+    seen = deltaloom("show", "2/1", "--run", run_dir).out
+    assert all(repr(text) in seen for text in digits)
+    assert f"prompt  {shown['prompt']}" in seen
+
+
+def test_show_tells_the_rollouts_that_were_left_out_and_why(tmp_path: Path) -> None:
+    functions = """
+def but_for_the_second(rollout):
+    return Invalid("no verdict") if rollout.seed % 2 else 1.0
+"""
+    pipeline = tiny_pipeline(
+        tmp_path, functions=functions, by="but_for_the_second", train="min_group_size=1", steps=1
+    )
+    assert deltaloom("run", pipeline, "--run-dir", tmp_path / "run").status == 0
+    for index in range(4):
+        shown = StoredRun(tmp_path / "run").show_group(f"1/{index}")
+        left = {line["at"]: line["outcome"] for line in shown["left_out"]}
+        assert set(left.values()) <= {"invalid: no verdict"}
+        assert len(left) == shown["row"]["invalid"]
+        kept = {line["at"] for line in shown["rollouts"]}
+        assert kept | set(left) == set(range(4))
+    text = deltaloom("status", tmp_path / "run").out
+    assert re.search(r"\n +\d+ invalid: no verdict\n", text)
+
+
+def test_the_version_is_told() -> None:
+    assert deltaloom("--version").out == f"deltaloom {__version__}\n"
 
 
 def test_diff_counts_changed_elements_by_tensor(run_dir: Path) -> None:
@@ -134,12 +167,21 @@ def test_a_pipeline_file_that_does_not_load_is_one_clear_error(
     assert "Traceback" in deltaloom("run", path, "--run-dir", tmp_path / "run", "--debug").err
 
 
+def test_a_module_beside_the_pipeline_that_is_not_found_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def right(rollout):\n    return 1.0\n")
+    path = tmp_path / "pipeline.py"
+    path.write_text("from rewards import right\n")
+    done = deltaloom("plan", path)
+    assert (done.status, f"PYTHONPATH={tmp_path}" in done.err) == (2, True)
+
+
 def test_a_missing_file_and_a_missing_run_are_named(tmp_path: Path) -> None:
     assert "does not exist" in deltaloom("plan", tmp_path / "none.py").err
     for verb in ("log", "status", "resume"):
         done = deltaloom(verb, tmp_path / "none")
         assert done.status == 2
         assert "run-not-found" in done.err
+        assert len(done.err.splitlines()) == 2, "the message and its remedy"
 
 
 def test_an_existing_run_is_refused_and_says_how_to_resume(run_dir: Path, tmp_path: Path) -> None:

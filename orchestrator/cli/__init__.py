@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from ... import __version__
 from . import (
     graph_commands,
     inspect_commands,
@@ -18,7 +21,6 @@ from .output import guarded_main
 
 app = typer.Typer(
     name="deltaloom",
-    help="RL post-training as a task graph; every policy update is one atomic commit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,6 +37,24 @@ for module in (
     simulate_commands,
 ):
     module.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"deltaloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """RL post-training as a task graph; every policy update is one atomic commit."""
 
 
 def main() -> None:

@@ -179,11 +179,13 @@ def status(
             ("version", f"{result['version']} of {result['steps']} ({state})"),
             ("reward", result["metrics"].get("reward")),
             ("rollouts", result["accounting_line"]),
+            *(
+                ("", f"{number} {reason}")
+                for reason, number in sorted(result["accounting"]["reasons"].items())
+            ),
             *_judged_pairs(result),
         ]
     )
-    for reason, number in sorted(result["accounting"]["reasons"].items()):
-        typer.echo(f"  {number:>8}  {reason}")
 
 
 def _judged_pairs(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -357,5 +359,21 @@ def _print_group(shown: dict[str, Any], *, json: bool) -> None:
         return
     names = ("version", "trained_by", "token_versions")
     print_pairs([*((name, shown[name]) for name in names), *shown["row"].items()])
-    columns = ("reward", "advantage", "tokens", "versions")
-    print_table(columns, [[rollout[name] for name in columns] for rollout in shown["rollouts"]])
+    print_pairs([("prompt", shown["prompt"]), ("answer", shown["answer"])])
+    rollouts = sorted(shown["rollouts"] + shown["left_out"], key=lambda line: int(line["at"]))
+    print_table(
+        ("rollout", "reward", "advantage", "versions", "outcome", "completion"),
+        [_rollout_cells(rollout) for rollout in rollouts],
+    )
+
+
+def _rollout_cells(rollout: Mapping[str, Any]) -> tuple[Any, ...]:
+    versions = [f"{version}" for version in dict.fromkeys(rollout["versions"])]
+    return (
+        rollout["at"],
+        rollout["reward"],
+        rollout["advantage"],
+        ", ".join(versions),
+        rollout["outcome"] or "trained",
+        rollout["tokens"] if rollout["text"] is None else repr(rollout["text"]),
+    )

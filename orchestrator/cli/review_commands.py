@@ -312,8 +312,8 @@ def _verdicts(request: _Request, target: StoreTarget) -> list[Any]:
 
 
 def _reader(target: StoreTarget) -> SubjectReader:
-    from ..report.collect import tokenizer_of
     from ..review.verdicts import SubjectReader
+    from ..stored_rollouts import tokenizer_of
 
     tokenizer = tokenizer_of(target.config, target.plugins())
     if tokenizer is None:

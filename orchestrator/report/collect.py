@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...storage.errors import ErrorCode, NotFoundError
-from ..config import build_config
 from ..density import elements_by_kind
-from ..errors import PluginError
 from ..figures import Figures, figures_of
 from ..review.stored import stored_verdicts
 from ..review.summary import summarize
+from ..stored_rollouts import tokenizer_of
 from ..version_notes import VersionNotes, version_notes
 from .charts import byte_lines, density_heat
 from .lineage import BranchLine, branch_lines
@@ -22,7 +21,6 @@ from .viewer import Viewer, choose_versions
 if TYPE_CHECKING:
     from ...storage.records import CommitInfo
     from ...storage.repository import PolicyRepository
-    from ..interfaces import Tokenizer
     from ..plugin_manager import Plugins
     from ..review.verdicts import Verdict
     from ..run_dir import RunDir
@@ -165,16 +163,3 @@ def _timeline(source: ReportSource, infos: Sequence[CommitInfo]) -> Json | None:
     options = source.config.get("pipeline", {})
     lag = int(options.get("max_staleness", 1)) - int(options.get("late_steps", 0))
     return timeline_of(read_lines(source.run_dir.tasks_file), times, lag=lag)
-
-
-def tokenizer_of(config: Mapping[str, Any], plugins: Plugins) -> Tokenizer | None:
-    """The tokenizer of the run's model; None where its plugin, or a library it needs, is absent."""
-    values = dict(config.get("model", {}))
-    name = values.pop("name", "")
-    try:
-        component = plugins.component("model", name)
-        model = component(build_config(component.Config, values, path="model"))
-        tokenizer: Tokenizer = model.tokenizer()
-    except PluginError:
-        return None
-    return tokenizer
