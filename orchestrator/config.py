@@ -67,6 +67,17 @@ def required_fields(config_type: type[Any]) -> tuple[str, ...]:
     )
 
 
+def default_values(config_type: type[Any]) -> Tree:
+    """The plain values of the fields that have a default."""
+    values: Tree = {}
+    for field in dataclasses.fields(config_type):
+        if field.default is not dataclasses.MISSING:
+            values[field.name] = to_plain(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            values[field.name] = to_plain(field.default_factory())
+    return values
+
+
 def coerce(value: Any, expected: Any, *, path: str) -> Any:
     """`value` as the annotated type `expected`; `ConfigError` when it does not fit."""
     origin = typing.get_origin(expected)
@@ -171,6 +182,21 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str =
         elif old != new:
             found.append(f"{name}: {old!r} -> {new!r}")
     return found
+
+
+def without_new_defaults(
+    now: Mapping[str, Any], before: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Tree:
+    """The tree `now` less the leaves that `before` does not know and that have their default."""
+    kept: Tree = {}
+    for key, value in now.items():
+        old, default = before.get(key), defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            nested = default if isinstance(default, Mapping) else {}
+            kept[key] = without_new_defaults(value, old, nested)
+        elif key in before or key not in defaults or value != default:
+            kept[key] = value
+    return kept
 
 
 def load_toml(path: Path) -> Tree:

@@ -71,9 +71,9 @@ def check_same_options(
     branch: str,
 ) -> None:
     """Refuse to go on with options that would have made another run. Raises `RunError`."""
-    if digest == pipeline.config_digest:
+    if pipeline.makes_the_run_of(config, digest=digest):
         return
-    changed = differences(config, pipeline.config)
+    changed = differences(config, pipeline.known_to(config))
     raise RunError(
         f"the pipeline of branch {branch!r} of {run_dir!r} has changed since its last version: "
         f"{'; '.join(changed)}.",

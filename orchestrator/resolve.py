@@ -81,7 +81,19 @@ class ResolvedPipeline:
     @property
     def config_digest(self) -> str:
         """Digest of the options that decide what is computed: not which workers compute it."""
-        plain = {key: dict(value) for key, value in self.config.items()}
+        return self._digest(self.config)
+
+    def known_to(self, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`config` as the code that recorded another one would have it: without options that came
+        later and are at their default, which is to do what was done without them."""
+        return config.without_new_defaults(self.config, recorded, self._defaults())
+
+    def makes_the_run_of(self, recorded: Mapping[str, Any], *, digest: str) -> bool:
+        """Whether these options compute what the recorded ones, of this digest, did."""
+        return digest in (self.config_digest, self._digest(self.known_to(recorded)))
+
+    def _digest(self, tree: Mapping[str, Any]) -> str:
+        plain = {key: dict(value) for key, value in tree.items()}
         for key in _OPERATIONAL:
             plain["pipeline"].pop(key, None)
         for node in self.by_role("publish"):
@@ -91,6 +103,18 @@ class ResolvedPipeline:
         for section in ("trackers", "executor", "fusion", "guard", *evaluations):
             plain.pop(section, None)
         return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
+
+    def _defaults(self) -> Mapping[str, Any]:
+        """The defaults of the options in `config`, in its form."""
+        tree = {
+            "pipeline": config.default_values(PipelineOptions),
+            "model": config.default_values(self.model.component.Config),
+        }
+        for name, node in self.nodes.items():
+            parts = node.components.items()
+            tree[name] = config.default_values(node.spec.options_type)
+            tree[name] |= {slot: config.default_values(p.component.Config) for slot, p in parts}
+        return tree
 
     @property
     def evaluation_config(self) -> str:

@@ -196,7 +196,7 @@ class Session:
         """
         self.call_workers()
         trainer, algorithm = build_trainer(self._pipeline)
-        if recorded.digest == self._pipeline.config_digest:
+        if self._pipeline.makes_the_run_of(recorded.config, digest=recorded.digest):
             divergence = self._replay(trainer, info)
         else:
             before, _ = build_trainer(self._pipeline_of(recorded))
