@@ -37,7 +37,8 @@ class Admission:
     def __call__(self, scored: ScoredGroup, step: int) -> str:
         """The reason to drop the group from the step that would train on it; empty to admit it.
 
-        Staleness is the version being trained minus the oldest that drew a token of the group.
+        Staleness is the version being trained minus the oldest that drew a token of the group; a
+        group without a token is not stale.
         A group from a version that is still to come cannot be right, and is dropped.
         """
         group = scored.group
@@ -47,7 +48,7 @@ class Admission:
                 return f"verifier: {refused}"
         if self._vetoed and (vetoed := self._veto(group)):
             return vetoed
-        staleness = step - 1 - group.oldest_version
+        staleness = group.staleness(step - 1)
         if step - 1 < group.newest_version:
             return f"version {group.newest_version} is newer than the one being trained"
         decided: str | None = self._hook.admit_group(

@@ -235,15 +235,25 @@ def parse_override(text: str) -> Tree:
 
 
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
-    """Both trees in one; the overlay's leaves win, tables merge. Inputs are left alone."""
+    """Both trees in one; the overlay's leaves win, tables merge. Inputs are left alone.
+
+    A component's name and the table of its options do not displace each other, whichever comes
+    first: `optimizer = "nadam"` is `optimizer.name = "nadam"` beside such a table.
+    """
     merged = dict(base)
     for key, value in overlay.items():
         below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = merge(below, value)
+        if isinstance(value, Mapping) and isinstance(below, Mapping | str):
+            merged[key] = merge(_named(below), value)
+        elif isinstance(value, str) and isinstance(below, Mapping):
+            merged[key] = merge(below, _named(value))
         else:
             merged[key] = dict(value) if isinstance(value, Mapping) else value
     return merged
+
+
+def _named(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    return {"name": value} if isinstance(value, str) else value
 
 
 def load_overlays(files: Sequence[Path], overrides: Sequence[str]) -> Tree:

@@ -11,6 +11,7 @@ from functools import partial
 
 from .errors import PluginError, RunErrorCode
 from .interfaces import Engine, GenerateRequest, StreamsGroups
+from .output_checks import check_rollouts
 from .types import Rollout, RolloutGroup
 from .wire import pack_groups
 
@@ -41,8 +42,8 @@ class GroupStream:
     def groups(self, rollouts: Sequence[Sequence[Rollout]], *, engine: str) -> list[RolloutGroup]:
         """All groups, from what the engine returned.
 
-        Raises `PluginError` for another number of them than there are prompts, and for one that
-        is not as it was handed on.
+        Raises `PluginError` for another number of them than there are prompts, for one that
+        is not as it was handed on, and for rollouts that are not sound.
         """
         if len(rollouts) != len(self._request.prompts):
             raise PluginError(
@@ -66,8 +67,15 @@ class GroupStream:
         self._emit(self._positions[index], data)
 
     def _group(self, index: int, rollouts: Sequence[Rollout]) -> RolloutGroup:
+        group_id = f"{self._step}/{self._positions[index]}"
+        check_rollouts(
+            rollouts,
+            prompt=self._request.prompts[index],
+            group_size=self._request.group_size,
+            where=f"the engine's group {group_id}",
+        )
         return RolloutGroup(
-            id=f"{self._step}/{self._positions[index]}",
+            id=group_id,
             step=self._step,
             prompt=self._request.prompts[index],
             rollouts=tuple(rollouts),

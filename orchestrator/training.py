@@ -179,7 +179,6 @@ def group_metrics(groups: Sequence[ScoredGroup], *, step: int) -> dict[str, floa
     """
     rewards = [s.value for g in groups for s in g.scores if s.value is not None]
     rollouts = [rollout for item in groups for rollout in item.group.rollouts]
-    versions = [item.group.oldest_version for item in groups]
     num_invalid = sum(1 for item in groups for score in item.scores if not score.is_value)
     metrics = {
         "num_rollouts": float(len(rollouts)),
@@ -192,7 +191,7 @@ def group_metrics(groups: Sequence[ScoredGroup], *, step: int) -> dict[str, floa
     if rollouts:
         metrics["length"] = float(np.mean([rollout.num_tokens for rollout in rollouts]))
         metrics["truncated_share"] = float(np.mean([r.finish == "length" for r in rollouts]))
-        metrics["staleness"] = float(step - 1 - min(versions))
+        metrics["staleness"] = float(max(item.group.staleness(step - 1) for item in groups))
     return metrics
 
 

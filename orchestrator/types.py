@@ -77,6 +77,12 @@ class ScoreResult:
         return self.status == "value"
 
 
+def is_reward(value: Any) -> bool:
+    """Whether a score can be stored and trained on: a number that is finite in float32."""
+    number = isinstance(value, int | float | np.number)
+    return number and bool(abs(value) <= float(np.finfo(np.float32).max))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
     """The rollouts of one prompt, the smallest unit of admission and accounting.
@@ -106,6 +112,11 @@ class RolloutGroup:
     @property
     def newest_version(self) -> int:
         return self.version_span[1]
+
+    def staleness(self, version: int) -> int:
+        """Versions from the oldest that drew a token of the group to `version`; 0 without one."""
+        has_tokens = any(rollout.num_tokens for rollout in self.rollouts)
+        return version - self.oldest_version if has_tokens else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from .direct_transport import source_of
 from .errors import PluginError, RunErrorCode, TaskError, boundary
 from .executor import TaskSpec, WorkerBootstrap
 from .interfaces import Engine, GenerateRequest, Inference, LeavesTail, Model, Tokenizer
+from .output_checks import check_columns, check_items, check_scores
 from .pipeline_file import load_pipeline
 from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedNode, ResolvedPipeline, resolve
@@ -264,6 +265,7 @@ class TaskRunner:
                     f"expected {size}.",
                     code=RunErrorCode.BROKEN_PLUGIN,
                 )
+            check_scores(scores, where=f"scorer of {node.name!r}, group {group.id}")
             scored.append(ScoredGroup(group=group, scores=tuple(scores)))
             first += size
         return NodeOutput(items=scored, metrics={})
@@ -277,8 +279,10 @@ class TaskRunner:
         groups = []
         for position, group in enumerate(inputs[0]):
             report(position)
-            with boundary(PluginError, f"inference {inference.name!r}, group {group.id}"):
+            where = f"inference {inference.name!r}, group {group.id}"
+            with boundary(PluginError, where):
                 columns = inference.infer(group)
+            check_columns(columns, group=group, where=where)
             groups.append(replace(group, extras={**group.extras, **columns}))
         metrics = arrival.metrics() | weights.transport_counts() if arrival and weights else {}
         return NodeOutput(items=groups, metrics=metrics)
@@ -311,11 +315,15 @@ class TaskRunner:
         return NodeOutput(items=scored.items, metrics=metrics)
 
     def _function(
-        self, node: ResolvedNode, _spec: TaskSpec, inputs: list[Any], _report: Report
+        self, node: ResolvedNode, spec: TaskSpec, inputs: list[Any], _report: Report
     ) -> NodeOutput:
-        with boundary(TaskError, f"function node {node.name!r}"):
+        where, step = f"function node {node.name!r}", spec.task.step
+        with boundary(TaskError, where):
             items = list(node.spec.functions[0](*inputs))
-        return NodeOutput(items=items, metrics={})
+        if node.spec.output_kind == "prompts":
+            made = check_prompts(items, node=node.name, step=step, tokenizer=self._tokenizer)
+            return NodeOutput(items=made, metrics={})
+        return NodeOutput(items=check_items(items, inputs, where=where), metrics={})
 
     @cached_property
     def _model(self) -> Model:

@@ -20,7 +20,7 @@ from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.pipeline_file import load_pipeline
 from deltaloom.orchestrator.plugin_manager import create_plugins
 from deltaloom.orchestrator.resolve import resolve
-from deltaloom.orchestrator.training import close_row
+from deltaloom.orchestrator.training import close_row, group_metrics
 from deltaloom.orchestrator.types import Rollout, RolloutGroup, ScoredGroup, ScoreResult, TrainBatch
 from deltaloom.orchestrator.worker_weights import codec_lookup
 from deltaloom.plugins.models.transformer import Transformer, TransformerConfig
@@ -67,6 +67,16 @@ def test_age_counts_to_the_step_that_trains_not_to_the_one_that_dispatched(
     admit = admission(tmp_path, options="max_staleness=2,")
     assert admit(crossing_group(), 10) == ""
     assert admit(crossing_group(), 11) == "stale"
+
+
+def test_a_group_without_a_token_is_never_stale(tmp_path: Path) -> None:
+    """No version drew its tokens: it is not as old as version 0."""
+    rollout = make_rollout(0)
+    group = RolloutGroup(id="9/0", step=9, prompt=rollout.prompt, rollouts=(rollout, rollout))
+    empty = replace(crossing_group(), group=group)
+    assert admission(tmp_path, options="max_staleness=1,")(empty, 10) == ""
+    assert group_metrics([empty], step=10)["staleness"] == 0
+    assert group_metrics([empty, crossing_group()], step=10)["staleness"] == 2
 
 
 def test_a_version_that_is_still_to_come_is_never_admitted(tmp_path: Path) -> None:

@@ -49,6 +49,26 @@ def test_an_override_can_choose_another_plugin() -> None:
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.optimizer=nadam", "train.optimizer.weight_decay=0.1"),
+        ("train.optimizer.weight_decay=0.1", "train.optimizer=nadam"),
+        ("train.optimizer=adamw", "train.optimizer.weight_decay=0.1", "train.optimizer=nadam"),
+    ],
+)
+def test_a_plugin_and_its_options_may_be_chosen_one_after_the_other(
+    overrides: tuple[str, ...],
+) -> None:
+    optimizer = make(*overrides).nodes["train"].components["optimizer"]
+    assert (optimizer.name, optimizer.config.weight_decay) == ("nadam", 0.1)
+
+
+def test_options_of_the_plugin_displaced_are_refused_and_not_dropped() -> None:
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.warmup_steps: unknown key"):
+        make("train.optimizer.warmup_steps=3", "train.optimizer=delayed-sgd")
+
+
+@pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("train.lrr=1", ["train.lrr", "Did you mean 'lr'?"]),

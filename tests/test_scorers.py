@@ -94,6 +94,19 @@ def test_nan_is_invalid_and_drops_a_group_of_nothing_else() -> None:
     assert advantages.dropped == "all-invalid"
 
 
+@pytest.mark.parametrize("value", [3.5e38, -1e300])
+def test_a_value_that_float32_cannot_hold_is_invalid(value: float) -> None:
+    """The batch has rewards in float32: an infinity there, and no spread that can be divided by."""
+    results = _score(_by_text(value, 3.4e38, 0.0, 1.0))
+    assert (results[0].status, results[0].reason) == ("invalid", f"{value:g} is beyond float32")
+    assert [result.is_value for result in results[1:]] == [True, True, True]
+
+
+def test_a_value_result_without_a_value_is_a_mistake_of_the_function() -> None:
+    with pytest.raises(PluginError, match="must return a ScoreResult with a value"):
+        _score(lambda rollout: ScoreResult(status="value"))
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_infinity_is_invalid(value: float) -> None:
     results = _score(_by_text(value, 1, 0, 1))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from ...orchestrator.errors import PluginError, RunErrorCode, boundary
 from ...orchestrator.hookspecs import hookimpl
-from ...orchestrator.types import Invalid, Rollout, RolloutGroup, ScoreResult
+from ...orchestrator.types import Invalid, Rollout, RolloutGroup, ScoreResult, is_reward
 from .._options import require
 
 ScoreFunction = Callable[[Any], Any]
@@ -57,7 +57,8 @@ class FunctionScorer:
 
     A function returns a number (bool, numpy and 0-d tensor scalars too), a `ScoreResult`,
     `Invalid`, or None to abstain. A rollout is invalid when a function says so, raises, or gives
-    NaN or an infinity for it, and when all abstain: the rest of its group is unaffected. A
+    NaN, an infinity or a number beyond float32 for it, and when all abstain: the rest of its group
+    is unaffected. A
     result of another type, or of another length than the group's, is a mistake in the function:
     `PluginError`.
     """
@@ -201,8 +202,10 @@ def _to_result(value: Any, name: str) -> ScoreResult | None:
     if isinstance(value, Invalid):
         return ScoreResult(status="invalid", reason=value.reason)
     if isinstance(value, ScoreResult):
-        if not value.is_value or value.value is None:
+        if not value.is_value:
             return value
+        if value.value is None:
+            raise _wrong_type(name, "a ScoreResult with a value", value)
         checked = _number_result(value.value, value.parts)
         return value if checked.is_value else checked
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
@@ -213,8 +216,10 @@ def _to_result(value: Any, name: str) -> ScoreResult | None:
 
 
 def _number_result(value: float, parts: Mapping[str, float]) -> ScoreResult:
-    if math.isfinite(value):
+    if is_reward(value):
         return ScoreResult(status="value", value=value, parts=parts)
+    if math.isfinite(value):
+        return ScoreResult(status="invalid", reason=f"{value:g} is beyond float32")
     return ScoreResult(status="invalid", reason="nan" if math.isnan(value) else "inf")
 
 
