@@ -41,7 +41,7 @@ class GivingWire(Wire):
     def _send_start(self, data: bytes) -> None:
         descriptors, self._descriptors = self._descriptors, ()
         if descriptors:
-            self._link.settimeout(self._timeout_seconds)
+            self._link.settimeout(self._seconds())
             try:
                 count = socket.send_fds(self._link, [data], list(descriptors))
             except OSError as error:

@@ -30,7 +30,7 @@ from .rebuild import check_payload, links_since, open_anchor, read_cut, read_pay
 from .records import CommitInfo, DeltaInfo, VersionRef
 from .sharded_codec import ShardedHistory
 from .shares import Shares
-from .weight_source import DirectSource
+from .weight_ranks import Given
 
 if TYPE_CHECKING:
     from .repository import PolicyRepository
@@ -117,28 +117,34 @@ def _load_alone(
     return LoadedShare(tensors=folded.tensors, state=folded.state, num_bytes=fetched)
 
 
-def take_share(
+def anchor_and_since(
+    repository: PolicyRepository, info: CommitInfo
+) -> tuple[str, list[CommitInfo]]:
+    """The snapshot id of a version's anchor, and the versions since. Raises `StorageError`."""
+    infos = links_since(repository, info, VersionRef(version=info.anchor_version, snapshot_id=""))
+    return (infos[0].parent_snapshot_id if infos else info.snapshot_id) or "", infos
+
+
+def given_share(
     repository: PolicyRepository,
     info: CommitInfo,
     codecs: CodecLookup,
     *,
     shares: Shares,
     rank: int,
-    source: DirectSource,
+    given: Given,
+    infos: Sequence[CommitInfo],
 ) -> LoadedShare:
-    """One rank's share of a version as `load_share` gives it, from the rank itself.
+    """One rank's share of a version as `load_share` gives it, of what the rank itself gave.
 
-    Digests and who follows whom are the store's. Raises `StorageError`.
+    `infos` are the versions since the anchor. Digests are the store's. Raises `StorageError`.
     """
-    infos = links_since(repository, info, VersionRef(version=info.anchor_version, snapshot_id=""))
-    start = infos[0].parent_snapshot_id if infos else info.snapshot_id
-    tensors = source.anchor(start or "", rank=rank)
     specs, _ = repository.tensor_list(info)
-    if tensors.specs != shares.specs_of(specs, rank):
+    tensors = given.anchor
+    if tensors is None or tensors.specs != shares.specs_of(specs, rank):
         raise not_offered(f"rank {rank} has another share of the anchor")
     num_bytes, state = tensors.num_bytes, None
     if infos:
-        taken = take_deltas(repository, infos, rank=rank, source=source)
         delta = infos[0].record.delta
         links = share_links(
             repository,
@@ -146,7 +152,7 @@ def take_share(
             shares=shares,
             rank=rank,
             base_digest=delta.base_digest if delta else "",
-            taken=taken,
+            taken=given_deltas(repository, infos, rank=rank, given=given),
         )
         folded = fold(tensors, links, state=None, codecs=codecs, owned=True)
         tensors, state = folded.tensors, folded.state
@@ -155,18 +161,17 @@ def take_share(
     return LoadedShare(tensors=tensors, state=state, num_bytes=num_bytes)
 
 
-def take_deltas(
-    repository: PolicyRepository, infos: Sequence[CommitInfo], *, rank: int, source: DirectSource
+def given_deltas(
+    repository: PolicyRepository, infos: Sequence[CommitInfo], *, rank: int, given: Given
 ) -> dict[str, bytes]:
-    """One rank's deltas as it gives them, by snapshot id, checked against the store's digests.
+    """One rank's deltas as it gave them, by snapshot id, checked against the store's digests.
 
     Raises `StorageError`.
     """
-    ids = [info.snapshot_id for info in infos]
-    payloads = source.deltas(ids, rank=rank)
-    for info, payload in zip(infos, payloads, strict=True):
+    for info, payload in zip(infos, given.payloads, strict=True):
         check_payload(repository, info, payload, rank=rank)
-    return dict(zip(ids, payloads, strict=True))
+    ids = [info.snapshot_id for info in infos]
+    return dict(zip(ids, given.payloads, strict=True))
 
 
 def share_links(

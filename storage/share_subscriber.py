@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,17 @@ from .opening import DEFAULT_BRANCH
 from .rebuild import links_since, read_cut
 from .records import CommitInfo
 from .sharding import Copy, Layout, plan_transfer, source_ranks
-from .share_reader import LoadedShare, check_share, load_share, share_links, take_deltas, take_share
+from .share_reader import (
+    LoadedShare,
+    anchor_and_since,
+    check_share,
+    given_deltas,
+    given_share,
+    load_share,
+    share_links,
+)
 from .shares import Shares, whole_tensors
+from .weight_ranks import Given
 from .weight_source import DirectSource
 
 if TYPE_CHECKING:
@@ -121,6 +130,8 @@ class ShareSubscriber:
             raise SequenceError("nothing is held yet.", code=ErrorCode.MISSING_LINK)
         infos = links_since(self._repository, info, active.ref)
         held, changed, fetched = dict(self._held), frozenset[str](), 0
+        size = sum(info.payload_bytes for info in infos)
+        given = self._given(list(held), anchor="", infos=infos, num_bytes=size)
         for rank, share in self._held.items():
             links = share_links(
                 self._repository,
@@ -128,7 +139,7 @@ class ShareSubscriber:
                 shares=shares,
                 rank=rank,
                 base_digest=active.state_digest,
-                taken=self._taken(infos, rank),
+                taken=self._taken(infos, rank, given),
             )
             folded = fold(share.tensors, links, state=share.state, codecs=self._codecs)
             size = sum(link.num_bytes for link in links)
@@ -140,23 +151,69 @@ class ShareSubscriber:
         self._held, self._active = held, info
         return _update(info, num_bytes=fetched, changed=changed)
 
-    def _taken(self, infos: Sequence[CommitInfo], rank: int) -> dict[str, bytes] | None:
-        """One rank's deltas as it gives them, by snapshot id; None if it does not."""
+    def _given(
+        self, ranks: Sequence[int], *, anchor: str, infos: Sequence[CommitInfo], num_bytes: int
+    ) -> dict[int, Given]:
+        """What ranks give themselves; those that do not are absent, and counted."""
         if self._source is None:
+            return {}
+        outcomes = self._source.shares(ranks, anchor=anchor, deltas=infos, num_bytes=num_bytes)
+        given = {rank: found for rank, found in outcomes.items() if isinstance(found, Given)}
+        self._num_fallbacks += len(ranks) - len(given)
+        return given
+
+    def _taken(
+        self, infos: Sequence[CommitInfo], rank: int, given: Mapping[int, Given]
+    ) -> dict[str, bytes] | None:
+        """One rank's deltas as it gave them, by snapshot id; None if it did not."""
+        if rank not in given:
             return None
         try:
-            return take_deltas(self._repository, infos, rank=rank, source=self._source)
+            return given_deltas(self._repository, infos, rank=rank, given=given[rank])
         except StorageError:
             self._num_fallbacks += 1
             return None
 
-    def _loaded(self, info: CommitInfo, shares: Shares, rank: int) -> LoadedShare:
-        """One rank's share anew, from the rank, or else from the store."""
+    def _loaded(
+        self, info: CommitInfo, shares: Shares, ranks: Sequence[int]
+    ) -> dict[int, LoadedShare]:
+        """Ranks' shares anew, from them, or else from the store."""
+        given, infos = self._given_anew(info, ranks)
+        return {rank: self._loaded_one(info, shares, rank, given, infos) for rank in ranks}
+
+    def _given_anew(
+        self, info: CommitInfo, ranks: Sequence[int]
+    ) -> tuple[dict[int, Given], list[CommitInfo]]:
+        """What ranks give of a version's anchor and the versions since, and those versions."""
+        if self._source is None:
+            return {}, []
+        try:
+            anchor, infos = anchor_and_since(self._repository, info)
+        except StorageError:
+            self._num_fallbacks += len(ranks)
+            return {}, []
+        size = info.dense_bytes + sum(info.payload_bytes for info in infos)
+        return self._given(ranks, anchor=anchor, infos=infos, num_bytes=size), infos
+
+    def _loaded_one(
+        self,
+        info: CommitInfo,
+        shares: Shares,
+        rank: int,
+        given: Mapping[int, Given],
+        infos: Sequence[CommitInfo],
+    ) -> LoadedShare:
         repository, codecs = self._repository, self._codecs
-        if self._source is not None:
+        if rank in given:
             try:
-                return take_share(
-                    repository, info, codecs, shares=shares, rank=rank, source=self._source
+                return given_share(
+                    repository,
+                    info,
+                    codecs,
+                    shares=shares,
+                    rank=rank,
+                    given=given[rank],
+                    infos=infos,
                 )
             except StorageError:
                 self._num_fallbacks += 1
@@ -168,7 +225,7 @@ class ShareSubscriber:
         copies = self._copies
         if self._shares is None or shares.digest() != self._shares.digest():
             copies = plan_transfer(specs, source=shares.layout(specs), target=self._serve)
-        held = {rank: self._loaded(info, shares, rank) for rank in source_ranks(copies)}
+        held = self._loaded(info, shares, source_ranks(copies))
         self._specs, self._shares, self._copies = specs, shares, copies
         self._held, self._active = held, info
         return _update(info, num_bytes=sum(s.num_bytes for s in held.values()), changed=None)

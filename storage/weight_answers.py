@@ -84,15 +84,11 @@ def joined(by_rank: Sequence[PolicyTensors], shares: Any) -> PolicyTensors:
 
 
 def link_of(
-    tree: Mapping[str, Any],
-    payloads: list[bytes],
-    specs: Sequence[TensorSpec],
-    load_digests: LoadDigests,
+    info: CommitInfo, shares_tree: Any, payloads: list[bytes], specs: Sequence[TensorSpec]
 ) -> Link:
     """A delta with what its record says of it checked. Raises `IntegrityError`."""
-    info = info_of(tree, load_digests)
     delta = info.record.delta
-    shares = shares_from_json(tree["shares"], specs, where=WHERE) if tree["shares"] else None
+    shares = shares_from_json(shares_tree, specs, where=WHERE) if shares_tree else None
     if delta is None or (shares.digest() if shares else "") != delta.shares_digest:
         raise _damaged(info, "shares")
     digests = [pack_payload(payload).digest for payload in payloads]

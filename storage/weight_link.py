@@ -11,7 +11,7 @@ from .errors import BackendError
 from .memory_wire import TakingWire
 from .offers import Address, not_offered
 from .weight_memory import local_link
-from .weight_wire import Parts, Wire, failed
+from .weight_wire import Parts, Wire, failed, seconds_until
 
 FIRST_PAUSE_SECONDS: Final = 0.5
 MAX_PAUSE_SECONDS: Final = 60.0
@@ -57,19 +57,29 @@ class ServerLink:
         self._clock = clock
         self._wire: Wire | None = None
         self._pause: _Pause | None = None
+        self.num_shared = self.num_sent = 0
 
-    def ask(self, request: Mapping[str, Any]) -> Answer:
-        """The answer to a request. Raises `NotFoundError` for a refusal, `BackendError`."""
-        pause = self._pause
-        if pause is not None and self._clock() < pause.until:
+    def check_pause(self) -> None:
+        """Raises `BackendError` while the server is left alone."""
+        if self._pause is not None and self._clock() < self._pause.until:
             raise failed("the last try failed a moment ago")
+
+    def ask(self, request: Mapping[str, Any], *, deadline: float | None = None) -> Answer:
+        """The answer to a request, all of it before a moment of `time.monotonic`.
+
+        Raises `NotFoundError` for a refusal, `BackendError`.
+        """
+        self.check_pause()
         try:
-            answer = self._answer(request)
+            answer = self._answer(request, deadline)
         except BackendError:
             self.close()
-            self._pause = _next_pause(pause, now=self._clock())
+            self._pause = _next_pause(self._pause, now=self._clock())
             raise
         self._pause = None
+        if answer.parts:
+            self.num_shared += answer.shared
+            self.num_sent += not answer.shared
         if "error" in answer.header:
             raise not_offered(str(answer.header["error"]))
         return answer
@@ -80,22 +90,22 @@ class ServerLink:
         if wire is not None:
             wire.close()
 
-    def _answer(self, request: Mapping[str, Any]) -> Answer:
+    def _answer(self, request: Mapping[str, Any], deadline: float | None) -> Answer:
         """Ask over the connection there is, or over a new one if its other end is gone."""
         if self._wire is not None:
             try:
-                return _exchange(self._wire, request)
+                return _exchange(self._wire, request, deadline)
             except BackendError as error:
                 if not isinstance(error.__cause__, ConnectionError):
                     self._give_up(self._wire, error)
                 self.close()
         if self._by_name:
             try:
-                return _exchange(self._connect_by_name(), request)
+                return _exchange(self._connect_by_name(deadline), request, deadline)
             except BackendError as error:
                 self._give_up(self._wire, error)
                 self.close()
-        return _exchange(self._connect(), request)
+        return _exchange(self._connect(deadline), request, deadline)
 
     def _give_up(self, wire: Wire | None, error: BackendError) -> None:
         """Use TCP from now on. Raises the error of a connection that was TCP, or only slow."""
@@ -103,19 +113,19 @@ class ServerLink:
             raise error
         self._by_name = False
 
-    def _connect_by_name(self) -> Wire:
+    def _connect_by_name(self, deadline: float | None) -> Wire:
+        seconds = self._seconds(deadline)
         try:
-            link = local_link(self._address.local, timeout_seconds=self._timeout_seconds)
+            link = local_link(self._address.local, timeout_seconds=seconds)
         except OSError as error:
             raise failed(f"nobody on this machine is {self._address.local} ({error})") from error
-        self._wire = _proved(TakingWire, link, self._token, self._timeout_seconds)
-        return self._wire
+        return self._proved(TakingWire, link, deadline)
 
-    def _connect(self) -> Wire:
+    def _connect(self, deadline: float | None) -> Wire:
         place = f"{self._address.host}:{self._address.port}"
         try:
             link = socket.create_connection(
-                (self._address.host, self._address.port), timeout=self._timeout_seconds
+                (self._address.host, self._address.port), timeout=self._seconds(deadline)
             )
         except OSError as error:
             raise failed(f"{place} does not answer ({error})") from error
@@ -124,20 +134,28 @@ class ServerLink:
         except OSError as error:
             link.close()
             raise failed(f"{place} is gone ({error})") from error
-        self._wire = _proved(Wire, link, self._token, self._timeout_seconds)
+        return self._proved(Wire, link, deadline)
+
+    def _proved(self, kind: type[Wire], link: socket.socket, deadline: float | None) -> Wire:
+        """A connection over `link` once both sides have proved themselves; else it is closed."""
+        try:
+            self._wire = kind.taken(
+                link,
+                token=self._token,
+                timeout_seconds=self._timeout_seconds,
+                deadline=deadline,
+            )
+        except BaseException:
+            link.close()
+            raise
         return self._wire
 
-
-def _proved(kind: type[Wire], link: socket.socket, token: bytes, timeout_seconds: float) -> Wire:
-    """A connection over `link` after both sides proved themselves; else it is closed."""
-    try:
-        return kind.taken(link, token=token, timeout_seconds=timeout_seconds)
-    except BaseException:
-        link.close()
-        raise
+    def _seconds(self, deadline: float | None) -> float:
+        return seconds_until(deadline, at_most=self._timeout_seconds)
 
 
-def _exchange(wire: Wire, request: Mapping[str, Any]) -> Answer:
+def _exchange(wire: Wire, request: Mapping[str, Any], deadline: float | None) -> Answer:
+    wire.bound(deadline)
     wire.send(request)
     header, parts = wire.receive()
     while header.get("busy"):

@@ -38,7 +38,7 @@ from .errors import ErrorCode, InputError, StorageError
 from .memory_wire import GivingWire
 from .offers import Address, Block, Offer, Offers, Selected, Wanted, anchor_block, delta_block
 from .records import CommitInfo, record_to_text
-from .weight_memory import is_same_user, local_listener
+from .weight_memory import is_same_user, local_link, local_listener
 from .weight_wire import Wire
 
 IDLE_SECONDS: Final = 600.0
@@ -88,6 +88,7 @@ class WeightServer:
         with self._lock:
             self._closing.set()
             links = dict(self._links)
+        self._wake_up()
         for link in (*self._listeners, *links):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
@@ -101,6 +102,12 @@ class WeightServer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _wake_up(self) -> None:
+        """A shutdown ends no `accept` of a Unix socket; a connection does."""
+        if self._local:
+            with suppress(OSError):
+                local_link(self._local, timeout_seconds=CLOSE_SECONDS).close()
 
     def _listen_locally(self) -> str:
         """The name under which receivers on this machine connect; empty where they cannot."""

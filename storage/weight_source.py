@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .bits import PolicyTensors, TensorSpec
-from .errors import BackendError, NotFoundError
+from .errors import BackendError, NotFoundError, StorageError
 from .offers import Address, Wanted, not_offered
 from .records import CommitInfo
 from .shares import Shares, shares_from_json
@@ -28,7 +28,8 @@ from .weight_answers import (
     tensors_of,
 )
 from .weight_link import Answer, ServerLink
-from .weight_wire import Parts, failed
+from .weight_ranks import Given, ask_ranks
+from .weight_wire import STRETCH_BYTES, Parts, failed
 
 
 class VersionSource(Protocol):
@@ -51,7 +52,7 @@ class VersionSource(Protocol):
 
 
 class DirectSource:
-    """Asks a `WeightServer`, and the ranks it refers to. Not for several threads.
+    """Asks a `WeightServer`, and the ranks it refers to at the same time. Not for several threads.
 
     On one machine bytes come out of memory the server fills, else over TCP. After a failure a
     server is left alone for a while: a receiver whose server is gone loses no time with it.
@@ -74,17 +75,16 @@ class DirectSource:
         self._share_memory = share_memory
         self._clock = clock
         self._links: dict[Address, ServerLink] = {}
-        self._num_shared = self._num_sent = 0
 
     @property
     def num_shared(self) -> int:
         """Answers whose bytes came out of the server's memory."""
-        return self._num_shared
+        return sum(link.num_shared for link in self._links.values())
 
     @property
     def num_sent(self) -> int:
         """Answers whose bytes came over a connection."""
-        return self._num_sent
+        return sum(link.num_sent for link in self._links.values())
 
     def head(self, *, store: str, branch: str) -> int | None:
         """See `VersionSource`."""
@@ -105,17 +105,19 @@ class DirectSource:
         """See `VersionSource`."""
         names = Wanted.__dataclass_fields__
         request = {"ask": "version"} | {name: getattr(wanted, name) for name in names}
-        num_sent = self._num_sent
+        num_sent = self.num_sent
         header, parts, _ = self._ask(request)
         try:
             target = info_of(header["target"], load_digests)
             check_wanted(target, wanted)
-            anchor, shares = self._anchor(header, parts)
-            payloads = self._payloads(header, parts)
+            infos = [info_of(tree, load_digests) for tree in header["deltas"]]
+            given = self._from_ranks(header, infos, anchor_bytes=target.dense_bytes)
+            anchor, shares = _anchor_of(header["anchor"], parts, given)
             own = anchor.specs if anchor is not None else specs
+            payloads = _payloads(header, parts, given)
             links = [
-                link_of(tree, found, own, load_digests)
-                for tree, found in zip(header["deltas"], payloads, strict=True)
+                link_of(info, tree["shares"], found, own)
+                for info, tree, found in zip(infos, header["deltas"], payloads, strict=True)
             ]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise failed(f"the answer makes no sense ({error})") from error
@@ -125,77 +127,68 @@ class DirectSource:
             anchor=anchor,
             shares=shares,
             links=tuple(links),
-            shared=self._num_sent == num_sent and bool(links or anchor),
+            shared=self.num_sent == num_sent and bool(links or anchor),
         )
 
-    def deltas(self, snapshot_ids: Sequence[str], *, rank: int) -> list[bytes]:
-        """The deltas of one rank's share, from the rank itself. Raises `StorageError`."""
-        return self._deltas(self._rank(rank), snapshot_ids)
+    def shares(
+        self, ranks: Sequence[int], *, anchor: str, deltas: Sequence[CommitInfo], num_bytes: int
+    ) -> dict[int, Given | StorageError]:
+        """What some ranks give of an anchor (empty: none) and of versions, or their errors.
 
-    def anchor(self, snapshot_id: str, *, rank: int) -> PolicyTensors:
-        """One rank's share of an anchor, from the rank itself. Raises `StorageError`."""
-        return self._tensors(self._rank(rank), snapshot_id)
+        `num_bytes` is at least what one of them has to give.
+        """
+        try:
+            known = _addresses(self._ask({"ask": "ranks"}).header) or [self._address]
+        except StorageError as error:
+            return dict.fromkeys(ranks, error)
+        found = ask_ranks(
+            [self._link(known[rank]) for rank in ranks if rank < len(known)],
+            anchor=anchor,
+            deltas=[info.snapshot_id for info in deltas],
+            seconds=self._seconds_for(num_bytes),
+        )
+        absent = not_offered(f"there are {len(known)} ranks")
+        return {rank: found.pop(0) if rank < len(known) else absent for rank in ranks}
 
     def close(self) -> None:
         """End the connections; the next request makes them anew."""
         for link in self._links.values():
             link.close()
 
-    def _anchor(
-        self, header: Mapping[str, Any], parts: Parts
-    ) -> tuple[PolicyTensors | None, Shares | None]:
-        """The anchor to start from, from those who hold it, and its shares if it is cut."""
+    def _from_ranks(
+        self, header: Mapping[str, Any], infos: Sequence[CommitInfo], *, anchor_bytes: int
+    ) -> list[Given]:
+        """What all ranks give of what is not in an answer itself. Raises the error of one."""
         tree = header["anchor"]
-        if tree is None:
-            return None, None
-        if tree["specs"] is not None:
-            return tensors_of(tree["specs"], parts), None
-        by_rank = [self._tensors(rank, tree["snapshot_id"]) for rank in _addresses(header)]
-        whole = joined(by_rank, tree["shares"])
-        if tree["shares"] is None:
-            return whole, None
-        return whole, shares_from_json(tree["shares"], whole.specs, where=WHERE)
-
-    def _payloads(self, header: Mapping[str, Any], parts: Parts) -> list[list[bytes]]:
-        """The payloads of each delta, one or one a rank, from those who hold them."""
-        absent = [tree["snapshot_id"] for tree in header["deltas"] if not tree["held"]]
-        ranks = _addresses(header)
-        if absent and not ranks:
+        anchor = tree["snapshot_id"] if tree is not None and tree["specs"] is None else ""
+        deltas = zip(infos, header["deltas"], strict=True)
+        absent = [info for info, delta in deltas if not delta["held"]]
+        if not anchor and not absent:
+            return []
+        links = [self._link(address) for address in _addresses(header)]
+        if not links:
             raise not_offered("nobody holds its delta")
-        taken = [self._deltas(rank, absent) for rank in ranks] if absent else []
-        per_version = [list(payloads) for payloads in zip(*taken, strict=True)]
-        return [
-            [parts.pop(0).tobytes()] if tree["held"] else per_version.pop(0)
-            for tree in header["deltas"]
-        ]
+        for link in links:
+            link.check_pause()
+        num_bytes = sum(info.payload_bytes for info in absent) + (anchor_bytes if anchor else 0)
+        given = ask_ranks(
+            links,
+            anchor=anchor,
+            deltas=[info.snapshot_id for info in absent],
+            seconds=self._seconds_for(num_bytes),
+        )
+        for outcome in given:
+            if isinstance(outcome, StorageError):
+                raise outcome
+        return [outcome for outcome in given if isinstance(outcome, Given)]
 
-    def _rank(self, rank: int) -> Address:
-        """Where a rank is, or the only publisher."""
-        ranks = _addresses(self._ask({"ask": "ranks"}).header) or [self._address]
-        if rank >= len(ranks):
-            raise not_offered(f"there are {len(ranks)} ranks, {rank} is none of them")
-        return ranks[rank]
+    def _seconds_for(self, num_bytes: int) -> float:
+        """How long bytes may take from several ranks, whichever of them is the slowest."""
+        return self._timeout_seconds * (1 + num_bytes / STRETCH_BYTES)
 
-    def _tensors(self, place: Address, snapshot_id: str) -> PolicyTensors:
-        header, parts, _ = self._ask({"ask": "anchor", "snapshot": snapshot_id}, of=place)
-        try:
-            return tensors_of(header["specs"], parts)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise failed(f"an anchor makes no sense ({error})") from error
-
-    def _deltas(self, rank: Address, snapshot_ids: Sequence[str]) -> list[bytes]:
-        parts = self._ask({"ask": "deltas", "snapshots": list(snapshot_ids)}, of=rank).parts
-        if len(parts) != len(snapshot_ids):
-            raise failed("a rank answered with other deltas than asked for")
-        return [part.tobytes() for part in parts]
-
-    def _ask(self, request: Mapping[str, Any], *, of: Address | None = None) -> Answer:
-        """The answer to a request. Raises `NotFoundError` for a refusal, `BackendError`."""
-        answer = self._link(of or self._address).ask(request)
-        if answer.parts:
-            self._num_shared += answer.shared
-            self._num_sent += not answer.shared
-        return answer
+    def _ask(self, request: Mapping[str, Any]) -> Answer:
+        """The server's answer. Raises `NotFoundError` for a refusal, `BackendError`."""
+        return self._link(self._address).ask(request)
 
     def _link(self, address: Address) -> ServerLink:
         if address not in self._links:
@@ -211,3 +204,26 @@ class DirectSource:
 
 def _addresses(header: Mapping[str, Any]) -> list[Address]:
     return [Address(host=host, port=port, local=local) for host, port, local in header["ranks"]]
+
+
+def _anchor_of(
+    tree: Mapping[str, Any] | None, parts: Parts, given: Sequence[Given]
+) -> tuple[PolicyTensors | None, Shares | None]:
+    """The anchor to start from, from those who hold it, and its shares if it is cut."""
+    if tree is None:
+        return None, None
+    if tree["specs"] is not None:
+        return tensors_of(tree["specs"], parts), None
+    whole = joined([rank.anchor for rank in given if rank.anchor is not None], tree["shares"])
+    if tree["shares"] is None:
+        return whole, None
+    return whole, shares_from_json(tree["shares"], whole.specs, where=WHERE)
+
+
+def _payloads(header: Mapping[str, Any], parts: Parts, given: Sequence[Given]) -> list[list[bytes]]:
+    """The payloads of each delta, one or one a rank, from those who hold them."""
+    per_version = [list(payloads) for payloads in zip(*(r.payloads for r in given), strict=True)]
+    return [
+        [parts.pop(0).tobytes()] if tree["held"] else per_version.pop(0)
+        for tree in header["deltas"]
+    ]

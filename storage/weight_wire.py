@@ -37,6 +37,7 @@ TOKEN_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 64 << 20
 STRETCH_BYTES: Final = 4 << 20
 """What has to be moved within one timeout: the least rate at which a connection is kept."""
+MIN_SECONDS: Final = 1e-3
 _CODE_BYTES: Final = 32
 _PREFIX: Final = struct.Struct("<IQ")
 _NUMBER: Final = struct.Struct("<Q")
@@ -56,7 +57,12 @@ class Wire:
         self._link = link
         self._send_key, self._receive_key = send_key, receive_key
         self._timeout_seconds = timeout_seconds
+        self._deadline: float | None = None
         self._num_sent = self._num_received = 0
+
+    def bound(self, deadline: float | None) -> None:
+        """Let nothing go on after a moment of `time.monotonic`, whatever its timeout."""
+        self._deadline = deadline
 
     @classmethod
     def offered(cls, link: socket.socket, *, token: bytes, timeout_seconds: float) -> Self:
@@ -72,14 +78,25 @@ class Wire:
         return cls(link, send_key=keys[0], receive_key=keys[1], timeout_seconds=timeout_seconds)
 
     @classmethod
-    def taken(cls, link: socket.socket, *, token: bytes, timeout_seconds: float) -> Self:
+    def taken(
+        cls,
+        link: socket.socket,
+        *,
+        token: bytes,
+        timeout_seconds: float,
+        deadline: float | None = None,
+    ) -> Self:
         """The client's end. Raises `BackendError` for anything but a server with the token."""
-        greeting = _read(link, len(MAGIC) + _CODE_BYTES, timeout_seconds)
+
+        def seconds() -> float:
+            return seconds_until(deadline, at_most=timeout_seconds)
+
+        greeting = _read(link, len(MAGIC) + _CODE_BYTES, seconds())
         if greeting[: len(MAGIC)] != MAGIC:
             raise failed("the other side offers no weights")
         other, own = greeting[len(MAGIC) :], os.urandom(_CODE_BYTES)
-        _send(link, own + _code(token, b"client", other, own), timeout_seconds)
-        proof = _read(link, _CODE_BYTES, timeout_seconds)
+        _send(link, own + _code(token, b"client", other, own), seconds())
+        proof = _read(link, _CODE_BYTES, seconds())
         if not hmac.compare_digest(proof, _code(token, b"server", other, own)):
             raise failed("the other side does not know the token")
         keys = [_code(token, name, other, own) for name in (b"to server", b"to client")]
@@ -95,9 +112,9 @@ class Wire:
             for first in range(0, view.nbytes, STRETCH_BYTES):
                 stretch = view[first : first + STRETCH_BYTES]
                 code.update(stretch)
-                _send(self._link, stretch, self._timeout_seconds)
+                _send(self._link, stretch, self._seconds())
         if views:
-            _send(self._link, code.digest(), self._timeout_seconds)
+            _send(self._link, code.digest(), self._seconds())
 
     def _send_head(self, header: Mapping[str, Any], *, num_body: int) -> bytes:
         """Send what comes before a frame's body; the number of the frame."""
@@ -109,19 +126,19 @@ class Wire:
         return number
 
     def _send_start(self, data: bytes) -> None:
-        _send(self._link, data, self._timeout_seconds)
+        _send(self._link, data, self._seconds())
 
     def receive(self, *, idle_seconds: float | None = None) -> tuple[dict[str, Any], Parts]:
         """The next frame, whose start may take `idle_seconds` to come.
 
         Raises `BackendError` for a frame that is late, cut off or not what was sent.
         """
-        wait = self._timeout_seconds if idle_seconds is None else idle_seconds
+        wait = self._seconds() if idle_seconds is None else idle_seconds
         prefix = self._read_start(_PREFIX.size, wait)
         num_header, num_body = _PREFIX.unpack(prefix)
         if num_header > MAX_HEADER_BYTES:
             raise failed("a frame's header is too long")
-        start = prefix + _read(self._link, num_header, self._timeout_seconds)
+        start = prefix + _read(self._link, num_header, self._seconds())
         number = _NUMBER.pack(self._num_received)
         self._num_received += 1
         self._compare(_code(self._receive_key, _HEAD, number, start))
@@ -142,16 +159,20 @@ class Wire:
         for part in parts:
             for first in range(0, part.size, STRETCH_BYTES):
                 stretch = part[first : first + STRETCH_BYTES].data
-                _read_into(self._link, stretch, self._timeout_seconds)
+                _read_into(self._link, stretch, self._seconds())
                 code.update(stretch)
         if parts:
             self._compare(code.digest())
         return parts
 
     def _compare(self, expected: bytes) -> None:
-        found = _read(self._link, _CODE_BYTES, self._timeout_seconds)
+        found = _read(self._link, _CODE_BYTES, self._seconds())
         if not hmac.compare_digest(found, expected):
             raise failed("a frame is not what was sent")
+
+    def _seconds(self) -> float:
+        """How long the next wait may take."""
+        return seconds_until(self._deadline, at_most=self._timeout_seconds)
 
     def close(self) -> None:
         self._link.close()
@@ -162,6 +183,13 @@ def failed(reason: str) -> BackendError:
     return BackendError(
         f"weights could not be had directly: {reason}.", code=ErrorCode.DIRECT_UNAVAILABLE
     )
+
+
+def seconds_until(deadline: float | None, *, at_most: float) -> float:
+    """The time left before a moment of `time.monotonic`, above zero."""
+    if deadline is None:
+        return at_most
+    return min(at_most, max(deadline - time.monotonic(), MIN_SECONDS))
 
 
 def _parsed(text: bytes) -> tuple[dict[str, Any], list[int]]:
@@ -222,7 +250,7 @@ def fill(
     deadline = time.monotonic() + timeout_seconds
     try:
         while target.nbytes:
-            link.settimeout(max(deadline - time.monotonic(), 1e-3))
+            link.settimeout(seconds_until(deadline, at_most=timeout_seconds))
             count = receive(target)
             if count == 0:
                 raise ConnectionResetError("it ended the connection")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,14 +13,17 @@ import numpy as np
 import pytest
 
 from deltaloom.storage import PolicyRepository, PolicyTensors, Subscriber
+from deltaloom.storage.errors import BackendError
 from deltaloom.storage.offers import Address, Offer, Offers
 from deltaloom.storage.sharded_publisher import ShardCoordinator, ShardPublisher
 from deltaloom.storage.share_subscriber import ShareSubscriber
 from deltaloom.storage.shares import Shares, row_shares, whole_tensors
+from deltaloom.storage.weight_link import ServerLink
+from deltaloom.storage.weight_ranks import ask_ranks
 from deltaloom.storage.weight_server import WeightServer
 from deltaloom.storage.weight_source import DirectSource
 
-from .direct_support import TOKEN
+from .direct_support import TOKEN, middleman, offering
 from .storage_support import CountCodec, codecs, history_of, make_store, same
 from .test_storage_row_shares import uneven_shares
 
@@ -201,6 +206,95 @@ def test_a_share_that_is_not_the_committed_one_comes_from_the_store(tmp_path: Pa
         assert server.update().version == 2
         assert server.num_fallbacks == before + 1
         check_share(server, cluster.shares, STATES[2], rank=0)
+
+
+@contextmanager
+def ranks_that_wait_for_each_other(cluster: RankCluster) -> Iterator[threading.Barrier]:
+    """No rank says anything before all of them were connected to."""
+    barrier = threading.Barrier(NUM_RANKS)
+
+    def alter(chunk: bytes, before: int) -> bytes:
+        if before == 0:
+            barrier.wait(60)
+        return chunk
+
+    with ExitStack() as stack:
+        addresses = [_address(server) for server in cluster.servers]
+        cluster.catalogue.refer_to(
+            [stack.enter_context(middleman(address, alter)) for address in addresses]
+        )
+        yield barrier
+
+
+@pytest.mark.parametrize("joins", [1, 5])
+def test_all_ranks_are_asked_at_the_same_time(tmp_path: Path, joins: int) -> None:
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=cluster.source())
+        if joins == 1:
+            receiver.activate(receiver.stage(0))
+        for version in range(1, joins + 1):
+            cluster.publish(version)
+        with ranks_that_wait_for_each_other(cluster) as barrier:
+            staged = receiver.stage(joins)
+            assert staged.direct, receiver.last_fallback
+            assert not barrier.broken
+        assert same(receiver.activate(staged).tensors, STATES[joins])
+
+
+def test_a_server_rank_asks_the_ranks_of_its_plan_at_the_same_time(tmp_path: Path) -> None:
+    with rank_cluster(tmp_path / "s", "rows") as cluster:
+        for version in range(1, 6):
+            cluster.publish(version)
+        one_rank = whole_tensors(SPECS, num_ranks=1)
+        server = ShareSubscriber(
+            cluster.reopened(),
+            codecs=codecs(),
+            serve=one_rank.layout(SPECS),
+            rank=0,
+            source=cluster.source(),
+        )
+        with ranks_that_wait_for_each_other(cluster) as barrier:
+            server.update()
+            assert not barrier.broken
+        assert server.num_fallbacks == 0
+        check_share(server, one_rank, STATES[5], rank=0)
+
+
+def test_ranks_that_stay_silent_have_one_deadline() -> None:
+    with ExitStack() as stack:
+        links = []
+        for _ in range(NUM_RANKS):
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            address = Address(host="127.0.0.1", port=silent.getsockname()[1])
+            link = ServerLink(
+                address,
+                token=TOKEN,
+                timeout_seconds=3600.0,
+                share_memory=False,
+                clock=time.monotonic,
+            )
+            links.append(link)
+        given = ask_ranks(links, anchor="", deltas=["none"], seconds=0.2)
+        assert [type(outcome) for outcome in given] == [BackendError] * NUM_RANKS
+
+
+def test_a_connection_that_is_there_keeps_to_the_deadline(tmp_path: Path) -> None:
+    """What is asked next has one of its own."""
+    with offering(tmp_path / "s", STATES[:1]) as made:
+        link = ServerLink(
+            made.address(),
+            token=TOKEN,
+            timeout_seconds=3600.0,
+            share_memory=False,
+            clock=lambda: time.monotonic() + 1000 * len(tries),
+        )
+        tries = [link.ask({"ask": "ranks"})]
+        request = {"ask": "head", "store": made.repository.identity, "branch": "main"}
+        with made.offers._lock, pytest.raises(BackendError, match="silent"):
+            link.ask(request, deadline=time.monotonic() + 0.2)
+        tries.append(tries[0])
+        assert link.ask(request).header == {"head": 0}
+        link.close()
 
 
 def check_share(
