@@ -12,7 +12,9 @@ from ..storage.errors import NotFoundError
 from .background import BackgroundThread
 from .config import differences
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError, boundary
+from .inspect import last_json_line
 from .resolve import ResolvedNode, ResolvedPipeline
+from .run_dir import RunDir
 from .seeds import derive_seed
 from .wire import prompt_digest
 from .worker import check_prompts
@@ -36,6 +38,19 @@ class RecordedConfig:
     digest: str
     environment: Mapping[str, Any]
     version: int
+
+
+def check_has_no_version(run_dir: RunDir, store_url: str) -> None:
+    """Refuse to begin anew a run whose store is gone: `RunError` unless it had no version yet."""
+    for place in (run_dir, RunDir(run_dir.path)):
+        line = last_json_line(place.metrics_file) or {}
+        if "snapshot_id" in line:
+            raise RunError(
+                f"the run has committed version {line['version']}, but there is none of it at "
+                f"{store_url}.",
+                code=RunErrorCode.RUN_MISMATCH,
+                remedy="Bring the store back to where it was, or to 'store' in the run's folder.",
+            )
 
 
 def recorded_config(repository: PolicyRepository, info: CommitInfo) -> RecordedConfig:

@@ -28,6 +28,7 @@ from .continuity import (
     RecordedConfig,
     changed_prompts,
     check_cursor,
+    check_has_no_version,
     check_same_data,
     check_same_options,
     recorded_config,
@@ -191,18 +192,19 @@ def resume_run(
     """
     run_dir, stored = run_dirs.open_run(request.path)
     forks = starts_branch(stored, branch=request.branch, from_ref=request.from_ref)
-    repository = _open_store(stored.store_url)
+    repository = _open_store(stored.store_url, run_dir)
     resumption = _Resumption(request, stored, run_dir.path, repository, observers, say, faults)
     summary = resumption.fork() if forks else resumption.proceed()
     return _followed(resumption.halt, summary, run_dir.path, repository, observers, say, faults)
 
 
-def _open_store(url: str) -> PolicyRepository:
+def _open_store(url: str, run_dir: RunDir) -> PolicyRepository:
     """The store of a run, which a kill may have kept from being made, or made whole."""
     from ..storage.errors import ErrorCode, FormatError
     from ..storage.repository import PolicyRepository
 
     if not PolicyRepository.exists(url):
+        check_has_no_version(run_dir, url)
         return PolicyRepository.create(url)
     try:
         return PolicyRepository.open(url)
@@ -273,6 +275,7 @@ class _Resumption:
         with session.guarded():
             head = self._repository.find_head(branch)
             if head is None:
+                check_has_no_version(prepared.run_dir, before.store_url)
                 self._write_changes(before, prepared)
                 return self._halting(session, session.start())
             fresh = entry is not None and head.snapshot_id == entry["from_snapshot_id"]

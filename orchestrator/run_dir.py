@@ -189,7 +189,8 @@ def open_run(path: Path) -> tuple[RunDir, RunManifest]:
     try:
         data = json.loads(run_dir.run_file.read_text(encoding="utf-8"))
         _check_format(run_dir, data["format"])
-        manifest = RunManifest(**{**data, "format": RUN_FILE_FORMAT})
+        url = _own_store(run_dir, data["store_url"])
+        manifest = RunManifest(**{**data, "store_url": url, "format": RUN_FILE_FORMAT})
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise RunError(
             f"{run_dir.run_file} is damaged: {error}.", code=RunErrorCode.RUN_MISMATCH
@@ -229,6 +230,13 @@ def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
 def resume_command(path: Path) -> str:
     """The literal command that resumes a run, quoted for a shell."""
     return f"deltaloom resume {shlex.quote(str(path))}"
+
+
+def _own_store(run_dir: RunDir, url: str) -> str:
+    """The run's store: the one in its folder, wherever that was moved or copied since, or
+    elsewhere as `url` says."""
+    elsewhere = "://" in url or Path(url).name != run_dir.store.name
+    return url if elsewhere or not run_dir.store.is_dir() else str(run_dir.store)
 
 
 def _check_format(run_dir: RunDir, found: int) -> None:
