@@ -9,7 +9,8 @@ from .accounting import LedgerRow
 from .executor import TaskResult
 from .resolve import ResolvedNode
 from .seeds import derive_seed
-from .task_state import StepTemplate, TaskId
+from .step_template import StepTemplate
+from .task_state import TaskId
 from .wire import prompt_digest, unpack_prompts
 
 

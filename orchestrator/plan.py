@@ -15,8 +15,8 @@ from .graph import Graph
 from .interfaces import Guard
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
+from .step_template import FailurePolicy, NodeTemplate, StepTemplate
 from .tail_state import TailPolicy
-from .task_state import FailurePolicy, NodeTemplate, StepTemplate
 
 WORKER_ROLES = ("source", "rollout", "score", "infer", "function")
 

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from .executor import TaskPart, TaskResult
-from .task_state import StepTemplate, TaskId
+from .step_template import StepTemplate
+from .task_state import TaskId
 from .wire import PortCodec
 
 

@@ -19,6 +19,7 @@ from .executor import (
     TaskRemaining,
     TaskResult,
 )
+from .step_template import StepTemplate
 from .tail_state import (
     Leave,
     Orphan,
@@ -30,7 +31,7 @@ from .tail_state import (
     Take,
 )
 from .tail_task import pack_mail
-from .task_state import StepTemplate, TaskId
+from .task_state import TaskId
 from .wire import pack_groups, rollout_lengths, unpack_groups
 
 

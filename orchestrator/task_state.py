@@ -19,112 +19,14 @@ decide: a step then takes what is finished, of its own tasks and of earlier step
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from .step_template import NodeTemplate, StepTemplate
+from .step_template import TaskId as TaskId
+
 TaskStatus = Literal["waiting", "submitted", "done", "given-up", "consumed"]
-FailurePolicy = Literal["drop", "stop"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class TaskId:
-    """One instance of a node: `node/step/shard`.
-
-    Of a node that runs by group, `shard` is the position of the group's prompt in the step.
-    """
-
-    node: str
-    step: int
-    shard: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.node}/{self.step}/{self.shard}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeTemplate:
-    """How a node of the graph repeats: per step, or per step and shard."""
-
-    name: str
-    inputs: tuple[str, ...]
-    """Worker nodes of the same step whose results it reads."""
-    sharded: bool
-    """One task per slice of the step's prompts, instead of one a step."""
-    needs_policy: bool
-    on_failure: FailurePolicy
-    by_group: bool = False
-    """One task a prompt of the step, as soon as its group is there, instead of one a slice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTemplate:
-    """What one step is made of. Nodes in topological order."""
-
-    nodes: tuple[NodeTemplate, ...]
-    shards_from: str
-    """The node whose number of items decides how many shards a step has; may be empty."""
-    items_per_shard: int
-    outputs: tuple[str, ...]
-    """Nodes whose results a step is trained on, or that a run without training keeps."""
-    lag: int
-    """Step k uses policy version max(0, k - 1 - lag)."""
-    trains: bool
-    ready_share: float = 1.0
-    """Share of a step's number of output tasks that must be there before it trains."""
-    late_steps: int = 0
-    """How many steps after its own a task's result may be consumed without being too stale."""
-    waits_for_late: bool = True
-    """Whether a step waits for tasks that would be later than that at the next one."""
-    judges: bool = False
-    """Whether versions are judged: training runs ahead of that by `lag` and two versions only."""
-    judged_first: bool = False
-    """Whether a version's rollouts wait until it is judged."""
-    streamed: frozenset[str] = field(init=False)
-    """Nodes whose groups are read one by one."""
-    _by_name: Mapping[str, NodeTemplate] = field(init=False, repr=False, compare=False)
-
-    @property
-    def max_staleness(self) -> int:
-        return self.lag + self.late_steps
-
-    def num_needed(self, num_tasks: int) -> int:
-        """How many of a step's tasks must be there before it trains."""
-        return max(1, math.ceil(self.ready_share * num_tasks))
-
-    def required_version(self, step: int) -> int:
-        return max(0, step - 1 - self.lag) if self.trains else 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_name", {node.name: node for node in self.nodes})
-        streamed = {
-            source
-            for node in self.nodes
-            if node.by_group
-            for source in node.inputs
-            if self.node(source).sharded and not self.node(source).by_group
-        }
-        object.__setattr__(self, "streamed", frozenset(streamed))
-
-    def node(self, name: str) -> NodeTemplate:
-        return self._by_name[name]
-
-    def slice_of(self, task: TaskId) -> int:
-        """The slice of the step's prompts that a task of a sharded node works in."""
-        if self.node(task.node).by_group:
-            return task.shard // self.items_per_shard
-        return task.shard
-
-    def reads(self, task: TaskId, source: str) -> TaskId:
-        """The task of node `source` whose result a task reads; for a group of a task that works
-        on a whole slice, that task's name with the group's position as its shard."""
-        return TaskId(source, task.step, task.shard if self.node(source).sharded else 0)
-
-    def reads_part(self, task: TaskId, source: str) -> bool:
-        """Whether a task reads one group of what a task of node `source` makes."""
-        node = self.node(source)
-        return self.node(task.node).by_group and node.sharded and not node.by_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +185,8 @@ class TaskState:
     training: int | None = None
     published: int = field(init=False)
     publishing: int | None = None
+    lacking: TaskId | None = None
+    """An output task that the next step to be trained cannot do without, last seen unfinished."""
     completed: bool = False
     story: list[Event] = field(default_factory=list)
 
@@ -299,11 +203,13 @@ class TaskState:
         """Take one event; returns what to do next, in order."""
         self.story = [*self.story[-19:], event]
         match event:
-            case TaskFinished():
+            case TaskFinished(task=task):
                 self._on_finished(event)
+                return self._advance(finished=task, shards=self.template.positions(task))
             case PartFinished(task=task, attempt=attempt, item=item):
                 if self.awaits(task, attempt=attempt):
                     self.parts.add(replace(task, shard=item))
+                return self._advance(finished=task, shards=range(item, item + 1))
             case TaskFailed():
                 return [*self._on_failed(event), *self._advance()]
             case StepTrained():
@@ -333,6 +239,18 @@ class TaskState:
                 assert not node.needs_policy or self._has_version(version), f"{task} runs too early"
             assert entry.num_failures <= self.max_attempts, f"{task} failed too often"
         assert not self.completed or self.trained == self.last_step, "complete too early"
+        assert self.completed or not self._missed(), f"{self._missed()} could run and waits"
+
+    def _missed(self) -> list[TaskId]:
+        """Tasks that have all they need and were not submitted."""
+        return [
+            task
+            for task, entry in self.tasks.items()
+            if entry.status == "waiting"
+            and task.step in self._open_steps()
+            and self._inputs_done(task)
+            and (not self.template.node(task.node).needs_policy or self._may_start(task.step))
+        ]
 
     def outstanding(self) -> list[tuple[TaskId, int]]:
         """Tasks that are submitted and not back, with the number of their newest try."""
@@ -391,12 +309,18 @@ class TaskState:
             return None
         return entry
 
-    def _advance(self) -> list[Instruction]:
+    def _advance(
+        self, finished: TaskId | None = None, *, shards: Sequence[int] = ()
+    ) -> list[Instruction]:
+        """What follows; with `finished`, of that task or of the groups of it at `shards` alone."""
         if self.completed:
             return []
         instructions: list[Instruction] = []
         for step in self._open_steps():
-            instructions += self._submit_ready(step)
+            if finished is None or not self._concerns_readers_alone(finished):
+                instructions += self._submit_ready(step)
+            elif finished.step == step:
+                instructions += self._submit_readers(finished, shards)
         instructions += self._next_train()
         instructions += self._next_publish()
         if self.trained == self.last_step and self.published >= self.trained and self._all_judged:
@@ -439,15 +363,38 @@ class TaskState:
         return [*self._steps_with_late(before=first), *range(first, last + 1)]
 
     def _submit_ready(self, step: int) -> list[Instruction]:
+        return [
+            instruction
+            for node in self.template.nodes
+            for instruction in self._submit_waiting(node, step, self._shards(node, step))
+        ]
+
+    def _submit_readers(self, finished: TaskId, parts: Sequence[int]) -> list[Instruction]:
+        """As `_submit_ready`, looking only at the tasks that read what is there now."""
         ready: list[Instruction] = []
         for node in self.template.nodes:
-            if node.needs_policy and not self._may_start(step):
-                continue
-            for shard in self._shards(node, step):
-                task = TaskId(node.name, step, shard)
-                entry = self.tasks.setdefault(task, _Task())
-                if entry.status == "waiting":
-                    self._submit_or_skip(task, entry, ready)
+            if finished.node in node.inputs:
+                shards = parts if node.by_group else (finished.shard,)
+                known = self._shards(node, finished.step)
+                own = [shard for shard in shards if shard in known]
+                ready += self._submit_waiting(node, finished.step, own)
+        return ready
+
+    def _concerns_readers_alone(self, finished: TaskId) -> bool:
+        """Whether no other task can run because this one is done. Else rollouts may wait for it."""
+        return self.template.node(finished.node).sharded and self.template.ready_share >= 1.0
+
+    def _submit_waiting(
+        self, node: NodeTemplate, step: int, shards: Sequence[int]
+    ) -> list[Instruction]:
+        ready: list[Instruction] = []
+        if node.needs_policy and not self._may_start(step):
+            return ready
+        for shard in shards:
+            task = TaskId(node.name, step, shard)
+            entry = self.tasks.setdefault(task, _Task())
+            if entry.status == "waiting":
+                self._submit_or_skip(task, entry, ready)
         return ready
 
     def _may_start(self, step: int) -> bool:
@@ -486,7 +433,7 @@ class TaskState:
         step = self.trained + 1
         unjudged = self.template.judges and step - 2 - self.template.lag > self.judged
         far_ahead = self.trained - self.published > 1 or unjudged
-        if self.training is not None or far_ahead or step > self.last_step:
+        if self.training is not None or far_ahead or step > self.last_step or self._lacks(step):
             return []
         own = self.output_tasks(step)
         late = [t for s in self._steps_with_late(before=step) for t in self._unconsumed(s)]
@@ -504,11 +451,18 @@ class TaskState:
         unfinished = [task for task in (*late, *own) if not self._is_settled(task)]
         if not unfinished:
             return True
+        self.lacking = unfinished[-1] if self.template.ready_share >= 1.0 and not late else None
         num_settled = len(own) + len(late) - len(unfinished)
         if step == self.last_step or num_settled < self.template.num_needed(len(own)):
             return False
         oldest = min(task.step for task in unfinished)
         return not self.template.waits_for_late or step < oldest + self.template.late_steps
+
+    def _lacks(self, step: int) -> bool:
+        """Whether a task that kept the step from being trained when it was last looked at still
+        does."""
+        task = self.lacking
+        return task is not None and task.step == step and not self._is_settled(task)
 
     def _streams(self, step: int) -> bool:
         """Whether a task all of whose groups may have gone on has not ended itself."""

@@ -14,14 +14,13 @@ from deltaloom.orchestrator.evaluation_state import (
     EvaluationTemplate,
     evaluations_due,
 )
+from deltaloom.orchestrator.step_template import NodeTemplate, StepTemplate
 from deltaloom.orchestrator.task_state import (
     Complete,
     Event,
     Instruction,
     Judge,
-    NodeTemplate,
     Publish,
-    StepTemplate,
     StepTrained,
     Stop,
     Submit,

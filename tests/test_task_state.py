@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltaloom.orchestrator.step_template import NodeTemplate, StepTemplate
 from deltaloom.orchestrator.task_state import (
     Complete,
     Event,
     GiveUp,
     Instruction,
     InvalidTransitionError,
-    NodeTemplate,
     Publish,
-    StepTemplate,
     StepTrained,
     Stop,
     Submit,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltaloom.orchestrator.step_template import FailurePolicy, NodeTemplate, StepTemplate
 from deltaloom.orchestrator.task_state import (
     Event,
-    FailurePolicy,
     GiveUp,
     Instruction,
-    NodeTemplate,
     PartFinished,
-    StepTemplate,
     Submit,
     TaskFailed,
     TaskFinished,
@@ -43,7 +44,7 @@ def node(
     )
 
 
-def state(*, lag: int = 1, steps: int = 3) -> TaskState:
+def state(*, lag: int = 1, steps: int = 3, items_per_shard: int = 4) -> TaskState:
     template = StepTemplate(
         nodes=(
             node("source", [], sharded=False),
@@ -52,7 +53,7 @@ def state(*, lag: int = 1, steps: int = 3) -> TaskState:
             node("join", ["score", "rollout"], by_group=True),
         ),
         shards_from="source",
-        items_per_shard=4,
+        items_per_shard=items_per_shard,
         outputs=("join",),
         lag=lag,
         trains=True,
@@ -140,3 +141,27 @@ def test_a_group_that_is_given_up_takes_no_other_with_it() -> None:
         machine.handle(TaskFailed(task=TaskId("score", 1, 0), attempt=attempt, reason="crash"))
     assert machine.tasks[TaskId("join", 1, 0)].status == "given-up"
     assert machine.tasks[TaskId("score", 1, 1)].status == "submitted"
+
+
+def num_calls(num_groups: int) -> int:
+    """Calls of Python functions while every group of a step arrives, is scored and joined."""
+    machine = state(items_per_shard=num_groups)
+    machine.start()
+    machine.handle(TaskFinished(task=TaskId("source", 1), attempt=1, num_items=num_groups))
+    count = 0
+
+    def on_event(_frame: FrameType, kind: str, _argument: Any) -> None:
+        nonlocal count
+        count += kind == "call"
+
+    sys.setprofile(on_event)
+    for item in range(num_groups):
+        machine.handle(PartFinished(task=TaskId("rollout", 1), attempt=1, item=item))
+        for node in ("score", "join"):
+            machine.handle(TaskFinished(task=TaskId(node, 1, item), attempt=1, num_items=1))
+    sys.setprofile(None)
+    return count
+
+
+def test_a_group_that_arrives_costs_the_same_whatever_else_the_step_waits_for() -> None:
+    assert num_calls(400) < 12 * num_calls(40)
