@@ -83,18 +83,23 @@ class TaskRunner:
         """
         self._emit, self._link = emit, link
         chain = [self._pipeline.nodes[name] for name in spec.values["chain"]]
+        taken = time.monotonic()
         inputs = [
             PORT_CODECS[kind].decode(data)
             for kind, data in zip(_input_kinds(chain[0]), spec.inputs, strict=True)
         ]
         metrics: dict[str, float] = {}
+        started = time.monotonic()
         for node in chain:
             output = self._observed(node, spec, inputs, report)
             inputs = [list(output.items)]
             metrics |= output.metrics
             if output.left:
                 return TaskOutput(data=b"", num_items=0, metrics=metrics, left=output.left)
+        ended = time.monotonic()
         data = PORT_CODECS[chain[-1].spec.output_kind].encode(output.items)
+        metrics["run_seconds"] = ended - started
+        metrics["pack_seconds"] = started - taken + time.monotonic() - ended
         return TaskOutput(data=data, num_items=len(output.items), metrics=metrics)
 
     @property

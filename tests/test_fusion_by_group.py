@@ -217,6 +217,34 @@ def test_a_fused_run_that_is_stopped_goes_on_unfused_and_ends_the_same(tmp_path:
     assert contents(mixed) == contents(plain)
 
 
+def set_task_seconds(run_dir: Path, seconds: float) -> None:
+    """Have a run's record say that every task after a rollout took so much by itself, beside 0.1 s
+    of work."""
+    path = run_dir / "tasks.jsonl"
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        if line.get("role") in ("score", "infer", "function"):
+            line |= {"run_seconds": 0.1, "pack_seconds": 0.0, "seconds": 0.1 + seconds}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_plan_fuses_or_not_by_what_a_task_cost_in_the_profile(tmp_path: Path) -> None:
+    pipeline, profile = tmp_path / "ppo.py", tmp_path / "profile"
+    pipeline.write_text(TINY_PPO, encoding="utf-8")
+    options = ("--set", "rollout.prompts_per_task=4", "--set")
+    done = deltaloom("run", pipeline, "--run-dir", profile, *options, "pipeline.steps=2")
+    assert done.status == 0, done.err
+    plan = ("plan", pipeline, *FUSED, *options, f"fusion.fusion-inter.profile={profile}")
+    set_task_seconds(profile, 0.001)
+    assert "fused: each group goes on by itself to score" in (cheap := deltaloom(*plan).out)
+    assert "and 1 ms a task by itself" in cheap
+    set_task_seconds(profile, 0.5)
+    dear = deltaloom(*plan).out
+    assert "not fused by fusion-inter: forecast from" in dear
+    assert "and 500 ms a task by itself, less than min_speedup 1" in dear
+
+
 def planned(folder: Path, *, options: str = "", **parts: Any) -> Any:
     """The plan of a small pipeline with the planner chosen."""
     overlay = {"pipeline": {"fusion": ["fusion-inter"]}}

@@ -105,7 +105,8 @@ class InterStagePlanner:
         words = (
             f"forecast from {config.profile}: {found.by_task_seconds:.4g} s a step by task, "
             f"{found.by_group_seconds:.4g} by group, {found.speedup:.2f} times faster with "
-            f"inference {found.inference_share:.0%} of the work"
+            f"inference {found.inference_share:.0%} of the work and "
+            f"{1000 * profile.costs.task_seconds:.3g} ms a task by itself"
         )
         return found.speedup, words
 

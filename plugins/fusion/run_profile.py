@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy.typing as npt
@@ -32,18 +33,13 @@ class RunProfile:
     inference_seconds: float
     tasks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     """The same lengths by step, rollout task and group."""
-    num_nodes: int
-    """Score and inference nodes."""
     num_workers: int
+    costs: WorkerCosts
+    """What its tasks took, with what a task takes by itself apart from what its rollouts do."""
 
     def forecast(self, *, num_workers: int) -> StepForecast:
         """What its steps take by task and by group on so many workers."""
-        costs = WorkerCosts(
-            decode_step_seconds=self.decode_step_seconds,
-            inference_seconds=self.inference_seconds,
-            num_nodes=self.num_nodes,
-        )
-        return forecast_steps(self.tasks, costs, num_workers=num_workers)
+        return forecast_steps(self.tasks, self.costs, num_workers=num_workers)
 
 
 def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
@@ -58,26 +54,58 @@ def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
     rollout, *_ = _nodes_with(config, "engine")
     tasks = _tasks(run_dir / "tasks.jsonl", steps=batches.keys())
     longest = _longest_by_task(batches, rollout, config[rollout]["prompts_per_task"])
-    timed = {key: tasks[key]["generate_seconds"] for key in longest if key in tasks}
+    timed = {key: tasks[key] for key in longest if "generate_seconds" in tasks.get(key, {})}
     num_rollouts = sum(arrays["lengths"].size for _, arrays in batches.values())
     if not timed or not num_rollouts:
         raise ConfigError(
             f"{str(run_dir)!r} has no trained step with timed rollouts to take lengths from.",
             code=RunErrorCode.RUN_NOT_FOUND,
         )
+    generated = sum(line["generate_seconds"] for line in timed.values())
+    decode_step_seconds = generated / sum(longest[key] for key in timed)
     inferring = {*_nodes_with(config, "scorer"), *_nodes_with(config, "inference")}
-    spent = sum(line["seconds"] for key, line in tasks.items() if key[0] in inferring)
+    inference = [line for (node, _, _), line in tasks.items() if node in inferring]
+    joins = {node for (node, _, _), line in tasks.items() if line["role"] == "function"}
+    joining = [line for (node, _, _), line in tasks.items() if node in joins]
+    by_itself = task_seconds([*inference, *joining])
     return RunProfile(
         lengths=tuple(tuple(arrays["lengths"].tolist()) for _, arrays in batches.values()),
-        decode_step_seconds=sum(timed.values()) / sum(longest[key] for key in timed),
-        inference_seconds=spent / num_rollouts,
+        decode_step_seconds=decode_step_seconds,
+        inference_seconds=_seconds(inference) / num_rollouts,
         tasks=tuple(
             _lengths_by_task(table, config[rollout]["prompts_per_task"])
             for table in batches.values()
         ),
-        num_nodes=len(inferring),
         num_workers=config["pipeline"]["workers"],
+        costs=WorkerCosts(
+            decode_step_seconds=decode_step_seconds,
+            inference_seconds=_seconds(inference, without=by_itself) / num_rollouts,
+            num_nodes=len(inferring),
+            join_seconds=_seconds(joining, without=by_itself) / num_rollouts,
+            num_joins=len(joins),
+            setup_seconds=(_seconds(timed.values()) - generated) / len(timed),
+            task_seconds=by_itself,
+        ),
     )
+
+
+def task_seconds(lines: Iterable[Mapping[str, Any]]) -> float:
+    """What a task takes of its worker by itself: the median over these of what went by between
+    its start and its end in the driver while its worker neither ran its node nor packed values.
+
+    0 where no line says how long that took.
+    """
+    spent = [
+        line["seconds"] - line["run_seconds"] - line["pack_seconds"]
+        for line in lines
+        if "run_seconds" in line
+    ]
+    return max(0.0, float(median(spent))) if spent else 0.0
+
+
+def _seconds(lines: Collection[Mapping[str, Any]], *, without: float = 0.0) -> float:
+    """Of all these tasks together, less so much of each."""
+    return float(sum(max(0.0, line["seconds"] - without) for line in lines))
 
 
 def _nodes_with(config: Mapping[str, Any], slot: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 What the engine does, as list scheduling: idle workers take rollout tasks first, in order, then
 whatever inference is ready. By task, inference of a rollout task is ready when the task ends; by
-group, that of a group is ready when the group's last rollout stops.
+group, that of a group is ready when the group's last rollout stops. What joins the nodes' results
+is ready when all of them are there. Every task costs something by itself, and by group there are
+more.
 """
 
 from __future__ import annotations
@@ -26,20 +28,35 @@ TaskLengths = Sequence[Sequence[Sequence[int]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
     """`decode_step_seconds` a token of a task's longest rollout; `inference_seconds` a rollout,
-    all of its `num_nodes` score and inference nodes together."""
+    all of its `num_nodes` score and inference nodes together; `join_seconds` likewise of the
+    `num_joins` nodes that follow them one after another.
+
+    `setup_seconds` go by before a rollout task's first token; `task_seconds` are what any other
+    task takes of its worker besides what its rollouts do.
+    """
 
     decode_step_seconds: float
     inference_seconds: float
     num_nodes: int = 1
+    join_seconds: float = 0.0
+    num_joins: int = 0
+    setup_seconds: float = 0.0
+    task_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.decode_step_seconds <= 0 or self.inference_seconds < 0 or self.num_nodes < 1:
-            raise InputError(
-                "decode_step_seconds must be positive, inference_seconds not negative and "
-                f"num_nodes at least 1, got {self.decode_step_seconds}, {self.inference_seconds} "
-                f"and {self.num_nodes}.",
-                code=ErrorCode.INVALID_ARGUMENT,
-            )
+        for name in ("inference_seconds", "join_seconds", "setup_seconds", "task_seconds"):
+            _require(name, getattr(self, name), least=0)
+        _require("num_nodes", self.num_nodes, least=1)
+        _require("num_joins", self.num_joins, least=0)
+        if self.decode_step_seconds <= 0:
+            raise _refused("decode_step_seconds", "positive", self.decode_step_seconds)
+
+    def node_seconds(self, num_rollouts: int) -> tuple[float, ...]:
+        """Of the tasks for so many rollouts, one a node; those of the joins come last."""
+        node = self.inference_seconds / self.num_nodes
+        join = self.join_seconds / max(1, self.num_joins)
+        rates = (node,) * self.num_nodes + (join,) * self.num_joins
+        return tuple(self.task_seconds + num_rollouts * rate for rate in rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +75,18 @@ class StepForecast:
         return self.by_task_seconds / self.by_group_seconds
 
 
+Position = tuple[int, int]
+"""A rollout task and, by group, the group in it."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class _Piece:
-    """Inference that is ready at a moment; of several the first node and position goes first."""
+    """A task that is ready at a moment; of several the first node and position goes first."""
 
     ready: float
     node: int
-    position: tuple[int, int]
-    seconds: float
+    position: Position
+    num_rollouts: int
 
 
 def forecast_step(tasks: TaskLengths, costs: WorkerCosts, *, num_workers: int) -> StepForecast:
@@ -102,27 +123,50 @@ def _schedule(tasks: TaskLengths, costs: WorkerCosts, *, num_workers: int, by_gr
     workers = [0.0] * num_workers
     rollouts = list(enumerate(tasks))[::-1]
     released: list[_Piece] = []
-    ready: list[tuple[int, tuple[int, int], float]] = []
+    ready: list[tuple[int, Position, int]] = []
+    joins = _Joins(costs)
     end = 0.0
     while rollouts or released or ready:
         now = heapq.heappop(workers)
         while released and released[0].ready <= now:
             piece = heapq.heappop(released)
-            heapq.heappush(ready, (piece.node, piece.position, piece.seconds))
+            heapq.heappush(ready, (piece.node, piece.position, piece.num_rollouts))
         if rollouts:
             index, task = rollouts.pop()
             for piece in _pieces(task, costs, start=now, index=index, by_group=by_group):
                 heapq.heappush(released, piece)
-            free = now + _decode_seconds(task, costs)
+            free = now + costs.setup_seconds + _decode_seconds(task, costs)
         elif ready:
-            free = now + heapq.heappop(ready)[2]
+            node, position, num_rollouts = heapq.heappop(ready)
+            free = now + costs.node_seconds(num_rollouts)[node]
+            for piece in joins.ended(node, position, num_rollouts, at=free):
+                heapq.heappush(released, piece)
         else:
-            free = released[0].ready
-            heapq.heappush(workers, free)
+            heapq.heappush(workers, released[0].ready)
             continue
         end = max(end, free)
         heapq.heappush(workers, free)
     return end
+
+
+class _Joins:
+    """Which join is ready when: the first when all nodes are done with a position, each further
+    one when that before it is."""
+
+    def __init__(self, costs: WorkerCosts) -> None:
+        self._costs = costs
+        self._left: dict[Position, int] = {}
+        self._latest: dict[Position, float] = {}
+
+    def ended(self, node: int, position: Position, num_rollouts: int, *, at: float) -> list[_Piece]:
+        """What is ready now that a node's task for a position ends."""
+        costs = self._costs
+        left = self._left[position] = self._left.get(position, costs.num_nodes) - 1
+        latest = self._latest[position] = max(at, self._latest.get(position, at))
+        following = max(node + 1, costs.num_nodes)
+        if left > 0 or following == costs.num_nodes + costs.num_joins:
+            return []
+        return [_Piece(latest, following, position, num_rollouts)]
 
 
 def _pieces(
@@ -132,13 +176,22 @@ def _pieces(
     group."""
     groups = task if by_group else [[length for group in task for length in group]]
     for position, lengths in enumerate(groups):
-        seconds = len(lengths) * costs.inference_seconds / costs.num_nodes
-        ready = start + max(lengths, default=0) * costs.decode_step_seconds
+        tokens = max(lengths, default=0)
+        ready = start + costs.setup_seconds + tokens * costs.decode_step_seconds
         for node in range(costs.num_nodes):
-            yield _Piece(ready, node, (index, position), seconds)
+            yield _Piece(ready, node, (index, position), len(lengths))
 
 
 def _decode_seconds(task: Sequence[Sequence[int]], costs: WorkerCosts) -> float:
     return max((length for group in task for length in group), default=0) * (
         costs.decode_step_seconds
     )
+
+
+def _require(name: str, got: float, *, least: float) -> None:
+    if got < least:
+        raise _refused(name, f"at least {least}", got)
+
+
+def _refused(name: str, expected: str, got: float) -> InputError:
+    return InputError(f"{name} must be {expected}, got {got}.", code=ErrorCode.INVALID_ARGUMENT)
