@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,16 @@ def test_groups_are_scored_while_others_are_drawn_and_the_run_is_the_same(tmp_pa
     assert done.status == 0, done.err
     assert contents(fused) == contents(plain)
     profiled = ("plan", pipeline, *options, f"fusion.fusion-inter.profile={plain}", *both)
-    assert f"forecast from {plain}: " in deltaloom(*profiled).out
+    forecast = deltaloom(*profiled).out
+    assert f"forecast from {plain}: " in forecast
     least = deltaloom(*profiled, "--set", "fusion.fusion-inter.min_speedup=50")
     assert "not fused by fusion-inter: forecast from" in least.out
     assert "fused: train.trainer = named (another name)" in least.out
     simulated = ("simulate", "fusion", "--run", plain, "--num-instances", "2", "--json")
-    assert 1 <= deltaloom(*simulated).json["by_group"]["speedup"] < 2
+    found = deltaloom(*simulated).json["by_group"]
+    assert f"{found['by_task_seconds']:.4g} s a step by task" in forecast
+    assert f"{found['by_group_seconds']:.4g} by group" in forecast
+    assert found["speedup"] == found["by_task_seconds"] / found["by_group_seconds"] < 2
 
 
 @pytest.mark.slow
@@ -201,7 +206,8 @@ def test_an_engine_that_hands_on_other_rollouts_than_it_returns_is_named(tmp_pat
         *("--set", "rollout.engine=altering", *FUSED),
     )
     assert done.status == 1
-    assert "'altering' handed on other rollouts of group 1/" in done.err
+    # Which task is first depends on which worker is.
+    assert re.search(r"'altering' handed on other rollouts of group \d/\d", done.err), done.err
 
 
 @pytest.mark.slow
