@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         use,
     )
     from .hookspecs import hookimpl
+    from .inspect import StoredBranch, StoredRun
     from .types import Invalid, Prompt, Rollout, RolloutGroup, ScoredGroup, ScoreResult
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "RolloutGroup",
     "ScoreResult",
     "ScoredGroup",
+    "StoredBranch",
+    "StoredRun",
     "evaluate",
     "guard",
     "hookimpl",
@@ -50,14 +53,21 @@ __all__ = [
     "use",
 ]
 
-_TYPES = ("Invalid", "Prompt", "Rollout", "RolloutGroup", "ScoreResult", "ScoredGroup")
+_MODULES = {
+    "StoredBranch": "inspect",
+    "StoredRun": "inspect",
+    "hookimpl": "hookspecs",
+    **dict.fromkeys(
+        ("Invalid", "Prompt", "Rollout", "RolloutGroup", "ScoreResult", "ScoredGroup"), "types"
+    ),
+}
+"""Where names are defined; those that are not listed, in `dsl`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "types" if name in _TYPES else "hookspecs" if name == "hookimpl" else "dsl"
-    return getattr(import_module(f".{module}", __name__), name)
+    return getattr(import_module(f".{_MODULES.get(name, 'dsl')}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Questions about a stored run, answered as JSON values: log, show, diff, status."""
+"""Questions about a stored run, or about a store alone, answered as JSON values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..storage.bits import PolicyTensors
 from ..storage.codec import DeltaCodec
+from ..storage.errors import NotFoundError
 from ..storage.records import CommitInfo
 from ..storage.repository import PolicyRepository
 from .accounting import Accounting, accounting_from_json
 from .errors import RunError, RunErrorCode
-from .run_dir import RunDir, RunManifest, open_run
+from .run_dir import FIRST_BRANCH, RunDir, RunManifest, open_run, read_config
 from .version_notes import VersionNotes, all_findings, newest_evaluations, version_notes
 
 if TYPE_CHECKING:
@@ -42,16 +44,31 @@ def find_run(path: Path | None) -> Path:
     return max(candidates, key=_last_at_work)
 
 
-class StoredRun:
-    """A branch of a run opened for reading; by default the current one."""
+class StoredBranch:
+    """A branch of a store, opened for reading."""
 
-    def __init__(self, path: Path, *, branch: str | None = None) -> None:
-        """Raises `RunError` if there is no such run or branch."""
-        run_dir, manifest = open_run(path)
-        self.branch = branch or manifest.branch
-        self.manifest: RunManifest = manifest.on_branch(self.branch)
-        self.run_dir = RunDir(run_dir.path, self.branch)
-        self.repository = PolicyRepository.open(self.manifest.store_url, read_only=True)
+    def __init__(
+        self,
+        repository: PolicyRepository,
+        branch: str,
+        *,
+        config: Mapping[str, Any],
+        plugins_dir: Path | None = None,
+    ) -> None:
+        """`config` are the options of its run, where they are known."""
+        self.repository = repository
+        self.branch = branch
+        self.config = config
+        self.plugins_dir = plugins_dir
+
+    @staticmethod
+    def open(
+        store: str, *, branch: str = FIRST_BRANCH, plugins_dir: Path | None = None
+    ) -> StoredBranch:
+        """A branch of the store at an address. Raises `NotFoundError` if there is no store."""
+        repository = PolicyRepository.open(store, read_only=True)
+        config = first_config(repository, branch)
+        return StoredBranch(repository, branch, config=config, plugins_dir=plugins_dir)
 
     def info(self, ref: str) -> CommitInfo:
         """A version by number, tag, branch, `branch@number` or snapshot id."""
@@ -59,12 +76,36 @@ class StoredRun:
         return self.repository.info(number if number is not None else ref, branch=self.branch)
 
     def log(self, *, limit: int | None = None) -> list[Json]:
-        """Versions of the run's branch, newest first."""
+        """The branch's versions, newest first."""
         infos = self.repository.log(self.branch, limit=limit)
         notes = version_notes(self.repository, infos)
         return [
             version_line(info) | notes.get(info.snapshot_id, VersionNotes()).to_json()
             for info in infos
+        ]
+
+    def metrics(self) -> list[Json]:
+        """The metrics of each version after 0 that was kept, oldest first."""
+        return [
+            {"version": info.version, **info.attributes.get("metrics", {})}
+            for info in reversed(self.repository.log(self.branch))
+            if info.version > 0
+        ]
+
+    def rollouts(self, ref: str | int) -> list[Json]:
+        """Every rollout of the groups that a version closed, trained on or left out, as rows."""
+        from .stored_rollouts import stored_groups
+
+        info, tokenizer = self.info(str(ref)), self.tokenizer()
+        return [
+            {
+                "group": group.id,
+                "prompt": _text(group.prompt_tokens, tokenizer),
+                "answer": group.answer,
+                **rollout_line(rollout, tokenizer),
+            }
+            for group in stored_groups(self.repository, info)
+            for rollout in group.rollouts
         ]
 
     def show(self, ref: str) -> Json:
@@ -107,7 +148,7 @@ class StoredRun:
                 if row["group_id"] == group_id:
                     return {"version": info.version, "row": row, **self._group(info, group_id)}
         raise RunError(
-            f"no version of {str(self.run_dir.path)!r} has a group {group_id!r}.",
+            f"no version of {self.repository.location} has a group {group_id!r}.",
             code=RunErrorCode.RUN_NOT_FOUND,
             remedy="Groups are named step/index; `deltaloom show VERSION` lists them.",
         )
@@ -136,13 +177,62 @@ class StoredRun:
             "ledger_rows": self._rows_between(before, after),
         }
 
+    def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
+        low, high = sorted((before.version, after.version))
+        return [
+            {"version": version, **row}
+            for version in range(low + 1, high + 1)
+            for row in self.ledger(self.repository.info(version, branch=self.branch))
+        ]
+
+    def _group(self, info: CommitInfo, group_id: str) -> Json:
+        """What `show_group` says of a group beside its row."""
+        from .stored_rollouts import stored_groups
+
+        (group,) = [g for g in stored_groups(self.repository, info) if g.id == group_id]
+        tokenizer = self.tokenizer()
+        lines = [rollout_line(rollout, tokenizer) for rollout in group.rollouts]
+        trained = [line for line in lines if not line["outcome"] and line["tokens"]]
+        return {
+            "trained_by": [info.version] if trained else [],
+            "token_versions": sorted({v for line in trained for v in line["versions"]}),
+            "prompt": _text(group.prompt_tokens, tokenizer),
+            "answer": group.answer,
+            "rollouts": trained,
+            "left_out": [line for line in lines if line["outcome"]],
+        }
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's model; None where its plugin is not at hand."""
+        from .plugin_manager import create_plugins
+        from .stored_rollouts import tokenizer_of
+
+        return tokenizer_of(self.config, create_plugins(plugins_dir=self.plugins_dir))
+
+
+class StoredRun(StoredBranch):
+    """A branch of a run opened for reading; by default the current one."""
+
+    def __init__(self, path: Path | str, *, branch: str | None = None) -> None:
+        """Raises `RunError` if there is no such run or branch."""
+        run_dir, manifest = open_run(Path(path))
+        branch = branch or manifest.branch
+        self.manifest: RunManifest = manifest.on_branch(branch)
+        self.run_dir = RunDir(run_dir.path, branch)
+        directory = manifest.plugins_dir
+        super().__init__(
+            PolicyRepository.open(manifest.store_url, read_only=True),
+            branch,
+            config=read_config(self.run_dir),
+            plugins_dir=Path(directory) if directory else None,
+        )
+
     def status(self) -> Json:
         """Where the run stands: head, accounting, last metrics, whether a driver holds it."""
         head = self.repository.find_head(self.branch)
         accounting = accounting_from_json(head.attributes["accounting"]) if head else Accounting()
         live = live_accounting(self.run_dir.metrics_file, head)
-        config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
-        steps = config["pipeline"]["steps"]
+        steps = self.config["pipeline"]["steps"]
         version = head.version if head else -1
         infos = self.repository.log(self.branch) if head else []
         notes = version_notes(self.repository, infos)
@@ -163,47 +253,20 @@ class StoredRun:
             "guard": [*all_findings(infos, notes)],
         }
 
-    def _rows_between(self, before: CommitInfo, after: CommitInfo) -> list[Json]:
-        low, high = sorted((before.version, after.version))
-        return [
-            {"version": version, **row}
-            for version in range(low + 1, high + 1)
-            for row in self.ledger(self.repository.info(version, branch=self.branch))
-        ]
-
-    def _group(self, info: CommitInfo, group_id: str) -> Json:
-        """What `show_group` says of a group beside its row."""
-        from .stored_rollouts import stored_groups
-
-        (group,) = [g for g in stored_groups(self.repository, info) if g.id == group_id]
-        tokenizer = self.tokenizer()
-        lines = [rollout_line(rollout, tokenizer) for rollout in group.rollouts]
-        trained = [line for line in lines if not line["outcome"] and line["tokens"]]
-        prompt = group.prompt_tokens.tolist()
-        return {
-            "trained_by": [info.version] if trained else [],
-            "token_versions": sorted({v for line in trained for v in line["versions"]}),
-            "prompt": tokenizer.decode(prompt) if tokenizer else None,
-            "answer": group.answer,
-            "rollouts": trained,
-            "left_out": [line for line in lines if line["outcome"]],
-        }
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the run's model; None where its plugin is not at hand."""
-        from .plugin_manager import create_plugins
-        from .stored_rollouts import tokenizer_of
-
-        directory = self.manifest.plugins_dir
-        plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
-        config = json.loads(self.run_dir.config_file.read_text(encoding="utf-8"))
-        return tokenizer_of(config, plugins)
-
 
 def _last_at_work(run: Path) -> float:
     """When one of a run's own files was last written: a resumed run is newer than it began."""
     files = (run, *run.glob("*.json*"), *run.glob("branches/*/*.json*"))
     return max(path.stat().st_mtime for path in files)
+
+
+def first_config(repository: PolicyRepository, branch: str) -> Mapping[str, Any]:
+    """The options that version 0 of a branch has recorded; none where it is gone or has none."""
+    try:
+        config: Mapping[str, Any] = repository.info(0, branch=branch).attributes.get("config", {})
+    except NotFoundError:
+        return {}
+    return config
 
 
 def live_accounting(metrics_file: Path, head: CommitInfo | None) -> Accounting | None:
@@ -251,17 +314,21 @@ def version_line(info: CommitInfo) -> Json:
 
 def rollout_line(rollout: StoredRollout, tokenizer: Tokenizer | None) -> Json:
     """One rollout: text, tokens with their versions, reward, and advantage or why it has none."""
-    tokens = rollout.tokens.tolist()
+    tokens: list[int] = rollout.tokens.tolist()
     advantages = rollout.advantages
     return {
         "at": rollout.at,
-        "text": tokenizer.decode(tokens) if tokenizer else None,
+        "text": _text(rollout.tokens, tokenizer),
         "tokens": tokens,
         "reward": _plain(np.float64(rollout.reward)),
         "advantage": float(advantages[-1]) if advantages is not None and tokens else None,
         "versions": rollout.versions.tolist(),
         "outcome": rollout.outcome,
     }
+
+
+def _text(tokens: npt.NDArray[Any], tokenizer: Tokenizer | None) -> str | None:
+    return tokenizer.decode(tokens.tolist()) if tokenizer else None
 
 
 def compare_tensors(old: PolicyTensors, new: PolicyTensors) -> list[Json]:

@@ -213,6 +213,14 @@ def write_json(path: Path, value: Any) -> None:
             raise
 
 
+def read_config(run_dir: RunDir) -> Mapping[str, Any]:
+    """The options of a branch as they were resolved; none before they are written."""
+    if not run_dir.config_file.is_file():
+        return {}
+    config: Mapping[str, Any] = json.loads(run_dir.config_file.read_text(encoding="utf-8"))
+    return config
+
+
 def read_summary(run_dir: RunDir) -> Mapping[str, Any] | None:
     """What the run wrote when it last ended; None if it never did."""
     if not run_dir.summary_file.is_file():

@@ -31,6 +31,7 @@ def modules_after(code: str) -> set[str]:
         "import deltaloom.orchestrator.config",
         "import deltaloom.orchestrator.hookspecs",
         "from deltaloom.orchestrator import Pipeline, Prompt, hookimpl",
+        "import deltaloom.orchestrator.testing",
         "from deltaloom.orchestrator.plugin_manager import create_plugins; create_plugins()",
     ],
 )

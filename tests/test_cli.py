@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltaloom import __version__
-from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator import StoredBranch, StoredRun
 
 from .run_support import REPOSITORY, command, deltaloom, tiny_pipeline
 
@@ -57,6 +57,32 @@ def test_show_tells_a_group_and_the_version_it_made(run_dir: Path) -> None:
     seen = deltaloom("show", "2/1", "--run", run_dir).out
     assert all(repr(text) in seen for text in digits)
     assert f"prompt  {shown['prompt']}" in seen
+
+
+def test_a_store_alone_answers_as_its_run_does(run_dir: Path, tmp_path: Path) -> None:
+    store = ("--store", run_dir / "store")
+    for words in (("log", "--limit", "2"), ("show", "2"), ("show", "2/1"), ("diff", "1", "3")):
+        place = (run_dir,) if words[0] == "log" else ("--run", run_dir)
+        of_run = deltaloom(*words, *place, "--json")
+        assert deltaloom(*words, *store, "--json", cwd=tmp_path).json == of_run.json
+    assert "(main)" in deltaloom("log", "--graph", *store, cwd=tmp_path).out
+    refused = deltaloom("show", "2", "--run", run_dir, *store)
+    assert (refused.status, "ambiguous-option" in refused.err) == (2, True)
+
+
+def test_a_run_is_read_by_a_program(run_dir: Path) -> None:
+    for stored in (StoredRun(run_dir), StoredBranch.open(str(run_dir / "store"))):
+        assert [line["version"] for line in stored.metrics()] == [1, 2, 3]
+        assert all(0 <= line["reward"] <= 1 for line in stored.metrics())
+        rows = stored.rollouts(3)
+        assert [(row["group"], row["at"]) for row in rows] == [
+            (f"3/{group}", at) for group in range(4) for at in range(4)
+        ]
+        assert all(row["prompt"] == row["answer"][::-1] + "=" for row in rows)
+        trained = [row for row in rows if not row["outcome"]]
+        assert sum(row["reward"] for row in trained) / len(trained) == pytest.approx(
+            stored.metrics()[-1]["reward"]
+        )
 
 
 def test_show_tells_the_rollouts_that_were_left_out_and_why(tmp_path: Path) -> None:

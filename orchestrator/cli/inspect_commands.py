@@ -14,11 +14,13 @@ from .output import (
     JsonFlag,
     PluginsDirOption,
     RunArgument,
+    StoreOption,
     print_json,
     print_pairs,
     print_table,
     show_bytes,
 )
+from .store_target import open_stored
 
 MAX_FINDINGS = 5
 """Findings of the guard that `status` prints, the newest ones."""
@@ -41,20 +43,22 @@ def register(app: typer.Typer) -> None:
 
 def log(
     run: RunArgument = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Newest versions.")] = None,
+    store: StoreOption = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Newest versions.")
+    ] = None,
     branch: BranchOption = None,
     graph: Annotated[bool, typer.Option("--graph", help="Draw all branches and tags.")] = False,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """List a run's versions, newest first."""
-    from ..inspect import StoredRun, find_run
     from .store_commands import print_history
 
     if graph:
-        print_history(run, limit=limit, json=json)
+        print_history(run, store, limit=limit, json=json)
         return
-    lines = StoredRun(find_run(run), branch=branch).log(limit=limit)
+    lines = open_stored(run, store, branch=branch).log(limit=limit)
     if json:
         print_json(lines)
         return
@@ -100,14 +104,14 @@ _NOTE_CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 def show(
     what: Annotated[str, typer.Argument(help="Version, tag, snapshot id, or group STEP/INDEX.")],
     run: RunOption = None,
+    store: StoreOption = None,
     branch: BranchOption = None,
+    plugins_dir: PluginsDirOption = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Show one version, or one group and the version it went into."""
-    from ..inspect import StoredRun, find_run
-
-    stored = StoredRun(find_run(run), branch=branch)
+    stored = open_stored(run, store, branch=branch, plugins_dir=plugins_dir)
     if "/" in what:
         _print_group(stored.show_group(what), json=json)
     else:
@@ -118,12 +122,13 @@ def diff(
     first: Annotated[str, typer.Argument(help="Version or run directory to compare from.")],
     second: Annotated[str, typer.Argument(help="Version or run directory to compare to.")],
     run: RunOption = None,
+    store: StoreOption = None,
     branch: BranchOption = None,
+    plugins_dir: PluginsDirOption = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Say what changed between two versions, or where two runs first differ."""
-    from ..inspect import StoredRun, find_run
     from ..plugin_manager import create_plugins
     from ..run_dir import is_run
     from ..worker_weights import codec_lookup
@@ -131,9 +136,8 @@ def diff(
     if is_run(Path(first)) and is_run(Path(second)):
         _diff_runs(Path(first), Path(second), branch=branch, json=json)
         return
-    stored = StoredRun(find_run(run), branch=branch)
-    directory = stored.manifest.plugins_dir
-    plugins = create_plugins(plugins_dir=Path(directory) if directory else None)
+    stored = open_stored(run, store, branch=branch, plugins_dir=plugins_dir)
+    plugins = create_plugins(plugins_dir=stored.plugins_dir)
     result = stored.diff(first, second, codec_lookup(plugins.components["codec"]))
     if json:
         print_json(result)

@@ -40,6 +40,9 @@ RunArgument = Annotated[
 BranchOption = Annotated[
     str | None, typer.Option("--branch", help="Branch; the run's current one if left out.")
 ]
+StoreOption = Annotated[
+    str | None, typer.Option("--store", help="Address of a store, instead of a run.")
+]
 PluginsDirOption = Annotated[
     Path | None, typer.Option("--plugins-dir", help="Folder of one-file plugins.")
 ]

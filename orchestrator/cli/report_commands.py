@@ -14,10 +14,10 @@ from .output import (
     JsonFlag,
     PluginsDirOption,
     RunArgument,
+    StoreOption,
     print_json,
     show_bytes,
 )
-from .store_commands import StoreOption
 from .store_target import open_target, version_range
 
 if TYPE_CHECKING:

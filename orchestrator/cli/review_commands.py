@@ -18,11 +18,11 @@ from .output import (
     DebugFlag,
     JsonFlag,
     PluginsDirOption,
+    StoreOption,
     print_json,
     print_pairs,
     print_table,
 )
-from .store_commands import StoreOption
 from .store_target import StoreTarget, open_target, version_range
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from .output import (
     JsonFlag,
     PluginsDirOption,
     RunArgument,
+    StoreOption,
     print_json,
     print_pairs,
     print_table,
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     from ...storage.retention import GcReport
 
 WEIGHTS_FILE = "model.safetensors"
-
-StoreOption = Annotated[
-    str | None, typer.Option("--store", help="Address of a store, instead of a run.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -208,12 +205,12 @@ def branch(
     _print_made(info, {"branch": name}, json=json)
 
 
-def print_history(run: Path | None, *, limit: int | None, json: bool) -> None:
-    """All branches and tags of a run's store: `log --graph`."""
+def print_history(run: Path | None, store: str | None, *, limit: int | None, json: bool) -> None:
+    """All branches and tags of a store: `log --graph`."""
     from ...storage.graph import log_graph
     from .graph_text import draw_history
 
-    rows = log_graph(open_target(run, None).repository)[:limit]
+    rows = log_graph(open_target(run, store).repository)[:limit]
     if json:
         names = ("lane", "parent_lane", "branches", "tags")
         print_json(

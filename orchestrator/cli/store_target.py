@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from ..errors import ConfigError, PluginError, RunErrorCode
 if TYPE_CHECKING:
     from ...storage.codec import DeltaCodec
     from ...storage.repository import PolicyRepository
+    from ..inspect import StoredBranch
     from ..plugin_manager import Plugins
 
 
@@ -59,6 +59,29 @@ def open_target(
             )
         return _of_store(store, branch or "main", plugins_dir, read_only=read_only)
     return _of_run(run, branch, plugins_dir, read_only=read_only)
+
+
+def open_stored(
+    run: Path | None,
+    store: str | None,
+    *,
+    branch: str | None = None,
+    plugins_dir: Path | None = None,
+) -> StoredBranch:
+    """The branch that a question is about: of a run, or of a store alone.
+
+    Raises as `open_target` does.
+    """
+    from ..inspect import StoredBranch, StoredRun, find_run
+
+    if store is None:
+        stored = StoredRun(find_run(run), branch=branch)
+        stored.plugins_dir = plugins_dir or stored.plugins_dir
+        return stored
+    target = open_target(run, store, branch=branch, plugins_dir=plugins_dir)
+    return StoredBranch(
+        target.repository, target.branch, config=target.config, plugins_dir=plugins_dir
+    )
 
 
 def split_words(words: Sequence[str], *, names: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -117,31 +140,27 @@ def _of_run(
 ) -> StoreTarget:
     from ...storage.repository import PolicyRepository
     from ..inspect import find_run
-    from ..run_dir import open_run
+    from ..run_dir import open_run, read_config
 
     run_dir, manifest = open_run(find_run(run))
     return StoreTarget(
         repository=PolicyRepository.open(manifest.store_url, read_only=read_only),
         branch=branch or manifest.branch,
         plugins_dir=plugins_dir or (Path(manifest.plugins_dir) if manifest.plugins_dir else None),
-        config=json.loads(run_dir.config_file.read_text(encoding="utf-8")),
+        config=read_config(run_dir),
         is_run=True,
     )
 
 
 def _of_store(store: str, branch: str, plugins_dir: Path | None, *, read_only: bool) -> StoreTarget:
-    from ...storage.errors import NotFoundError
     from ...storage.repository import PolicyRepository
+    from ..inspect import first_config
 
     repository = PolicyRepository.open(store, read_only=read_only)
-    try:
-        config = repository.info(0, branch=branch).attributes.get("config", {})
-    except NotFoundError:
-        config = {}
     return StoreTarget(
         repository=repository,
         branch=branch,
         plugins_dir=plugins_dir,
-        config=config,
+        config=first_config(repository, branch),
         is_run=False,
     )
