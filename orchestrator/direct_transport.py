@@ -8,10 +8,11 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from ..storage.weight_place import parse_host
 from .errors import RunError, RunErrorCode
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from .resolve import ResolvedPipeline
 
 LOOPBACK: Final = "127.0.0.1"
-_ELSEWHERE: Final = ("192.0.2.1", 9)
-"""An address of nobody, to learn which of our own leads to others; nothing is sent to it."""
+_ELSEWHERE: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses of nobody, to learn which of our own leads to others; nothing is sent to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def offering_of(
     options = OfferingOptions(
         token=secrets.token_bytes(32),
         machine=socket.gethostname(),
-        host=publish.options.direct_host,
+        host=parse_host(publish.options.direct_host) if publish.options.direct_host else "",
         local=getattr(pipeline.executor.component, "on_this_host", False),
         keep_last=pipeline.options.max_staleness + 2,
     )
@@ -105,9 +106,8 @@ def source_of(offering: Mapping[str, Any]) -> DirectSource | None:
 
 def own_address() -> str:
     """The address of this machine that others would see; loopback where there is no network."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return LOOPBACK
-        return str(probe.getsockname()[0])
+    for family, elsewhere in _ELSEWHERE:
+        with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    return LOOPBACK

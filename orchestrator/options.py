@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..storage.errors import InputError
+from ..storage.weight_place import parse_host
 from .errors import ConfigError, RunErrorCode
 
 
@@ -253,10 +255,16 @@ class PublishOptions:
     them, with the store for whatever cannot be had so. Every version is committed either way, and
     the run is the same, bit for bit."""
     direct_host: str = ""
-    """With `transport="direct"`: name or address by which workers reach the trainer's machine;
-    empty for the one that it finds by itself."""
+    """With `transport="direct"`: name or address, IPv4 or IPv6, by which workers reach the
+    trainer's machine; empty for the one that it finds by itself."""
     timeout_seconds: float = 600.0
     """Longest one commit may take."""
 
     def __post_init__(self) -> None:
         check_least(self, anchor_every=1, state_every=1, max_chain_ratio=0, fold_every=0)
+        try:
+            parse_host(self.direct_host or "localhost")
+        except InputError as error:
+            raise ConfigError(
+                f"direct_host: {error.message}", code=RunErrorCode.WRONG_TYPE, remedy=error.remedy
+            ) from error

@@ -11,7 +11,8 @@ from .errors import BackendError
 from .memory_wire import TakingWire
 from .offers import Address, not_offered
 from .weight_memory import local_link
-from .weight_wire import Parts, Wire, failed, seconds_until
+from .weight_place import connect, seconds_until, show_place
+from .weight_wire import Parts, Wire, failed
 
 FIRST_PAUSE_SECONDS: Final = 0.5
 MAX_PAUSE_SECONDS: Final = 60.0
@@ -122,11 +123,10 @@ class ServerLink:
         return self._proved(TakingWire, link, deadline)
 
     def _connect(self, deadline: float | None) -> Wire:
-        place = f"{self._address.host}:{self._address.port}"
+        host, port = self._address.host, self._address.port
+        place = show_place(host, port)
         try:
-            link = socket.create_connection(
-                (self._address.host, self._address.port), timeout=self._seconds(deadline)
-            )
+            link = connect(host, port, timeout_seconds=self._seconds(deadline))
         except OSError as error:
             raise failed(f"{place} does not answer ({error})") from error
         try:

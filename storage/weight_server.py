@@ -39,6 +39,7 @@ from .memory_wire import GivingWire
 from .offers import Address, Block, Offer, Offers, Selected, Wanted, anchor_block, delta_block
 from .records import CommitInfo, record_to_text
 from .weight_memory import is_same_user, local_link, local_listener
+from .weight_place import listen
 from .weight_wire import Wire
 
 IDLE_SECONDS: Final = 600.0
@@ -62,7 +63,7 @@ class WeightServer:
         timeout_seconds: float = 10.0,
         max_connections: int = 512,
     ) -> None:
-        """Listens on `host`, on all addresses if it is empty, at a free port.
+        """Listens on `host`, on all addresses if it is empty, IPv6 included, at a free port.
 
         A receiver that takes less than 4 MiB in `timeout_seconds` is let go. Beyond
         `max_connections` receivers are turned away. Raises `OSError`.
@@ -74,7 +75,7 @@ class WeightServer:
         self._lock = threading.Lock()
         self._links: dict[socket.socket, threading.Thread] = {}
         self._closing = threading.Event()
-        self._listeners = [socket.create_server((host, 0), backlog=128)]
+        self._listeners = [listen(host)]
         self.port = int(self._listeners[0].getsockname()[1])
         self._local = self._listen_locally()
         self._threads = [self._accepting(listener) for listener in self._listeners]

@@ -31,13 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import BackendError, ErrorCode
+from .weight_place import seconds_until
 
 MAGIC: Final = b"DELTWT01"
 TOKEN_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 64 << 20
 STRETCH_BYTES: Final = 4 << 20
 """What has to be moved within one timeout: the least rate at which a connection is kept."""
-MIN_SECONDS: Final = 1e-3
 _CODE_BYTES: Final = 32
 _PREFIX: Final = struct.Struct("<IQ")
 _NUMBER: Final = struct.Struct("<Q")
@@ -183,13 +183,6 @@ def failed(reason: str) -> BackendError:
     return BackendError(
         f"weights could not be had directly: {reason}.", code=ErrorCode.DIRECT_UNAVAILABLE
     )
-
-
-def seconds_until(deadline: float | None, *, at_most: float) -> float:
-    """The time left before a moment of `time.monotonic`, above zero."""
-    if deadline is None:
-        return at_most
-    return min(at_most, max(deadline - time.monotonic(), MIN_SECONDS))
 
 
 def _parsed(text: bytes) -> tuple[dict[str, Any], list[int]]:

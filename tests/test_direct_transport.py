@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltaloom.orchestrator import direct_transport
 from deltaloom.orchestrator.comparing import compare_runs
-from deltaloom.orchestrator.direct_transport import RunOffering
+from deltaloom.orchestrator.direct_transport import RunOffering, own_address
 from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare, start_run
 from deltaloom.orchestrator.run_dir import open_run
 from deltaloom.storage import weight_memory
+from deltaloom.storage.weight_place import parse_host
 
 from .resume_support import killed_at, resume, start, task_lines
 from .run_support import deltaloom, tiny_pipeline
@@ -136,6 +139,32 @@ def test_without_shared_memory_workers_use_tcp(
     start(pipeline, tmp_path / "run", max_staleness=0)
     assert counted(tmp_path / "run") == (NUM_STEPS, 0)
     assert shared(tmp_path / "run") == 0
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_workers_reach_the_trainer_over_ipv6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_memory, "is_available", lambda: False)
+    pipeline = tiny_pipeline(tmp_path, steps=3, publish=f'{DIRECT}, direct_host="[::1]"')
+    start(pipeline, tmp_path / "run", max_staleness=0)
+    assert counted(tmp_path / "run") == (3, 0)
+
+
+def test_what_is_no_host_is_refused(tmp_path: Path) -> None:
+    pipeline = tiny_pipeline(tmp_path, publish=f'{DIRECT}, direct_host="trainer-0:80"')
+    with pytest.raises(ConfigError, match="direct_host"):
+        start(pipeline, tmp_path / "run")
+
+
+def test_this_machine_has_an_address_others_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that leads elsewhere, of whichever kind, and loopback where none does."""
+    assert parse_host(own_address())
+    monkeypatch.setattr(direct_transport, "_ELSEWHERE", ((socket.AF_INET, "255.255.255.255"),))
+    assert own_address() == direct_transport.LOOPBACK
+    elsewhere = ((socket.AF_INET, "255.255.255.255"), (socket.AF_INET, "127.0.0.7"))
+    monkeypatch.setattr(direct_transport, "_ELSEWHERE", elsewhere)
+    assert own_address() == "127.0.0.1"
 
 
 @pytest.mark.skipif(not weight_memory.is_available(), reason="only Linux has sealed memory")
