@@ -1,10 +1,10 @@
 """From a commit to its use, directly and through the store: `python -m benchmarks.direct --json`.
 
-A made-up bf16 policy changes as in `benchmarks.store`. Two receivers in processes of their own
-follow the same publisher, one taking versions directly over loopback, one reading the store, which
-is a folder or an S3 server on this machine (`--store s3`). Timed is, for every version, from the
+A made-up bf16 policy changes as in `benchmarks.store`. Three receivers in processes of their own
+follow the same publisher: out of its memory, over TCP on loopback, and through the store, which is
+a folder or an S3 server on this machine (`--store s3`). Timed is, for every version, from the
 acknowledged commit until a receiver has activated it, and for the head, until a receiver that holds
-nothing has. Ratios are of medians: the direct way against the store, in the same run.
+nothing has. Ratios are of medians, in the same run.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ from deltaloom.storage import (
     Offers,
     PolicyRepository,
     Publisher,
+    StagedVersion,
     Subscriber,
     WeightServer,
 )
 from tests.storage_s3 import BUCKET, CREDENTIALS, s3_server
 
-WAYS: Final = ("direct", "store")
+WAYS: Final = ("memory", "tcp", "store")
+RATIOS: Final = (("memory", "store"), ("tcp", "store"), ("memory", "tcp"))
 TOKEN: Final = b"benchmark".ljust(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the policy is, and how many versions are followed."""
+    """How large the policy is, how many versions are followed, and how many join at the end."""
 
     num_elements: int
     num_tensors: int
     versions: int
+    joiners: int
 
 
-FULL: Final = Size(num_elements=100_000_000, num_tensors=100, versions=16)
-QUICK: Final = Size(num_elements=4_000_000, num_tensors=40, versions=6)
+FULL: Final = Size(num_elements=100_000_000, num_tensors=100, versions=18, joiners=3)
+QUICK: Final = Size(num_elements=4_000_000, num_tensors=40, versions=6, joiners=1)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -85,43 +88,52 @@ def measure(url: str, *, size: Size) -> dict[str, Any]:
         ) as publisher,
     ):
         publisher.publish(policy, version=0, state=(None, {}))
-        with receivers(url, server.port) as pipes:
+        address = server.address("127.0.0.1")
+        with receivers(url, address) as pipes:
             for way in WAYS:
                 _activated(pipes[way], 0)
             for version in range(1, size.versions + 1):
                 policy = next_policy(policy, rng=rng)
                 publisher.publish(policy, version=version)
-                for way in WAYS if version % 2 else WAYS[::-1]:
+                turn = version % len(WAYS)
+                for way in WAYS[turn:] + WAYS[:turn]:
                     follow[way].append(_activated(pipes[way], version))
-        late = {}
-        for way in WAYS:
-            with receivers(url, server.port) as pipes:
-                late[way] = _activated(pipes[way], size.versions)
+        late: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
+        for _ in range(size.joiners):
+            with receivers(url, address) as pipes:
+                for way in WAYS:
+                    late[way].append(_activated(pipes[way], size.versions))
         digest = repository.head().state_digest
     return _figures(follow, late, dense_bytes=policy.num_bytes) | {"state_digest": digest}
 
 
 def _figures(
     follow: Mapping[str, Sequence[Mapping[str, Any]]],
-    late: Mapping[str, Mapping[str, Any]],
+    late: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
     dense_bytes: int,
 ) -> dict[str, Any]:
-    seconds = {way: statistics.median(a["seconds"] for a in follow[way]) for way in WAYS}
+    taken = [a["way"] == way for found in (follow, late) for way in WAYS for a in found[way]]
     return {
-        "follow_seconds": seconds,
-        "follow_bytes": {way: statistics.median(a["bytes"] for a in follow[way]) for way in WAYS},
-        "follow_ratio": seconds["direct"] / seconds["store"],
-        "late_seconds": {way: late[way]["seconds"] for way in WAYS},
-        "late_bytes": {way: late[way]["bytes"] for way in WAYS},
-        "late_ratio": late["direct"]["seconds"] / late["store"]["seconds"],
+        **_part("follow", follow),
+        **_part("late", late),
         "dense_bytes": dense_bytes,
-        "all_direct": all(a["direct"] for a in (*follow["direct"], late["direct"])),
+        "each_its_way": all(taken),
+    }
+
+
+def _part(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians of each way, and of one against another."""
+    seconds = {way: statistics.median(a["seconds"] for a in found[way]) for way in WAYS}
+    return {
+        f"{name}_seconds": seconds,
+        f"{name}_bytes": {way: statistics.median(a["bytes"] for a in found[way]) for way in WAYS},
+        f"{name}_ratios": {f"{a}_to_{b}": seconds[a] / seconds[b] for a, b in RATIOS},
     }
 
 
 @contextmanager
-def receivers(url: str, port: int) -> Iterator[dict[str, Connection]]:
+def receivers(url: str, address: Address) -> Iterator[dict[str, Connection]]:
     """A process for each way, ready to be told a version."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -129,7 +141,7 @@ def receivers(url: str, port: int) -> Iterator[dict[str, Connection]]:
     try:
         for way in WAYS:
             pipes[way], far = context.Pipe()
-            process = context.Process(target=receive, args=(url, port, way, far), daemon=True)
+            process = context.Process(target=receive, args=(url, address, way, far), daemon=True)
             process.start()
             processes.append(process)
         for pipe in pipes.values():
@@ -141,21 +153,31 @@ def receivers(url: str, port: int) -> Iterator[dict[str, Connection]]:
             process.join()
 
 
-def receive(url: str, port: int, way: str, pipe: Connection) -> None:
+def receive(url: str, address: Address, way: str, pipe: Connection) -> None:
     """A receiver: activates each version it is told, and says what that took."""
-    address = Address(host="127.0.0.1", port=port)
     codec = ContextCodec(ContextCodec.Config())
     subscriber = Subscriber(
         PolicyRepository.open(url, read_only=True),
         codecs={codec.name: codec},
-        source=DirectSource(address, token=TOKEN) if way == "direct" else None,
+        source=None if way == "store" else _source(address, way),
     )
     _warm_up(codec)
     pipe.send("ready")
     while True:
         staged = subscriber.stage(pipe.recv())
         subscriber.activate(staged)
-        pipe.send({"bytes": staged.num_bytes, "direct": staged.direct})
+        pipe.send({"bytes": staged.num_bytes, "way": _way(staged)})
+
+
+def _source(address: Address, way: str) -> DirectSource:
+    return DirectSource(address, token=TOKEN, share_memory=way == "memory")
+
+
+def _way(staged: StagedVersion) -> str:
+    """How a version really came."""
+    if not staged.direct:
+        return "store"
+    return "memory" if staged.shared else "tcp"
 
 
 def _warm_up(codec: ContextCodec) -> None:
