@@ -13,12 +13,16 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from .errors import ConfigError, RunErrorCode, suggest
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+Effect = Literal["bits", "rounding", "nothing"]
+"""What an option decides of a run: what is computed (all that say nothing), only how it rounds, or
+only where and how fast it is computed."""
+_EFFECT: Final = "decides"
 
 
 def field_names(config_type: type[Any]) -> tuple[str, ...]:
@@ -65,6 +69,21 @@ def required_fields(config_type: type[Any]) -> tuple[str, ...]:
         for field in dataclasses.fields(config_type)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
+
+
+def option(default: Any, *, decides: Effect) -> Any:
+    """A field of a configuration dataclass that does not decide what is computed.
+
+    A run goes on with another value of one that decides nothing; with another value of one that
+    decides rounding it goes on as a branch, of its own accord.
+    """
+    return dataclasses.field(default=default, metadata={_EFFECT: decides})
+
+
+def effects(config_type: type[Any]) -> Tree:
+    """What each field decides, by name; an `Effect`."""
+    fields = dataclasses.fields(config_type)
+    return {field.name: field.metadata.get(_EFFECT, "bits") for field in fields}
 
 
 def default_values(config_type: type[Any]) -> Tree:
@@ -182,21 +201,6 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str =
         elif old != new:
             found.append(f"{name}: {old!r} -> {new!r}")
     return found
-
-
-def without_new_defaults(
-    now: Mapping[str, Any], before: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Tree:
-    """The tree `now` less the leaves that `before` does not know and that have their default."""
-    kept: Tree = {}
-    for key, value in now.items():
-        old, default = before.get(key), defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            nested = default if isinstance(default, Mapping) else {}
-            kept[key] = without_new_defaults(value, old, nested)
-        elif key in before or key not in defaults or value != default:
-            kept[key] = value
-    return kept
 
 
 def load_toml(path: Path) -> Tree:

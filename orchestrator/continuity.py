@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..storage.errors import NotFoundError
 from .background import BackgroundThread
-from .config import differences
+from .config import differences, effects
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError, boundary
 from .inspect import last_json_line
 from .resolve import ResolvedNode, ResolvedPipeline
 from .run_dir import RunDir
+from .sameness import aligned, as_recorded, makes_the_run_of
 from .seeds import derive_seed
 from .wire import prompt_digest
 from .worker import check_prompts
@@ -72,9 +73,20 @@ def recorded_config(repository: PolicyRepository, info: CommitInfo) -> RecordedC
 
 
 def recorded_overlay(pipeline: ResolvedPipeline, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recorded options that training depends on, as an overlay over a pipeline file."""
+    """The recorded options that training depends on, as an overlay over a pipeline file.
+
+    Those that decide nothing are the pipeline's: where a trainer had its processes, say, there
+    may be nothing left.
+    """
     names = [node.name for role in ("train", "rollout") for node in pipeline.by_role(role)]
-    return {key: config[key] for key in ("pipeline", "model", *names) if key in config}
+    recorded = {key: config[key] for key in ("pipeline", "model", *names) if key in config}
+    return aligned(
+        recorded,
+        pipeline.config,
+        defaults={},
+        decides=pipeline.by_option(effects),
+        taking=("nothing",),
+    )
 
 
 def check_same_options(
@@ -86,9 +98,9 @@ def check_same_options(
     branch: str,
 ) -> None:
     """Refuse to go on with options that would have made another run. Raises `RunError`."""
-    if pipeline.makes_the_run_of(config, digest=digest):
+    if makes_the_run_of(pipeline, config, digest=digest):
         return
-    changed = differences(config, pipeline.known_to(config))
+    changed = differences(config, as_recorded(pipeline, config))
     raise RunError(
         f"the pipeline of branch {branch!r} of {run_dir!r} has changed since its last version: "
         f"{'; '.join(changed)}.",

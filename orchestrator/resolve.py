@@ -7,7 +7,7 @@ that name; `[train.optimizer]` tables and `use(...)` address a component directl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,18 +81,10 @@ class ResolvedPipeline:
     @property
     def config_digest(self) -> str:
         """Digest of the options that decide what is computed: not which workers compute it."""
-        return self._digest(self.config)
+        return self.digest_of(self.config)
 
-    def known_to(self, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`config` as the code that recorded another one would have it: without options that came
-        later and are at their default, which is to do what was done without them."""
-        return config.without_new_defaults(self.config, recorded, self._defaults())
-
-    def makes_the_run_of(self, recorded: Mapping[str, Any], *, digest: str) -> bool:
-        """Whether these options compute what the recorded ones, of this digest, did."""
-        return digest in (self.config_digest, self._digest(self.known_to(recorded)))
-
-    def _digest(self, tree: Mapping[str, Any]) -> str:
+    def digest_of(self, tree: Mapping[str, Any]) -> str:
+        """The digest of another configuration of the same nodes, in the form of `config`."""
         plain = {key: dict(value) for key, value in tree.items()}
         for key in _OPERATIONAL:
             plain["pipeline"].pop(key, None)
@@ -104,16 +96,13 @@ class ResolvedPipeline:
             plain.pop(section, None)
         return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
 
-    def _defaults(self) -> Mapping[str, Any]:
-        """The defaults of the options in `config`, in its form."""
-        tree = {
-            "pipeline": config.default_values(PipelineOptions),
-            "model": config.default_values(self.model.component.Config),
-        }
+    def by_option(self, about: Callable[[type[Any]], dict[str, Any]]) -> Mapping[str, Any]:
+        """What is said of the fields of every dataclass of options, in the form of `config`."""
+        tree = {"pipeline": about(PipelineOptions), "model": about(self.model.component.Config)}
         for name, node in self.nodes.items():
             parts = node.components.items()
-            tree[name] = config.default_values(node.spec.options_type)
-            tree[name] |= {slot: config.default_values(p.component.Config) for slot, p in parts}
+            tree[name] = about(node.spec.options_type)
+            tree[name] |= {slot: about(part.component.Config) for slot, part in parts}
         return tree
 
     @property

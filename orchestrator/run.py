@@ -40,6 +40,7 @@ from .plugin_manager import Plugins, create_plugins
 from .resolve import ResolvedPipeline, resolve
 from .roles import Halt, Observer
 from .run_dir import RunDir, RunManifest
+from .sameness import rounds_otherwise_than
 from .session import Prepared, Session
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ class _Resumption:
                 return self._halting(session, session.start())
             fresh = entry is not None and head.snapshot_id == entry["from_snapshot_id"]
             recorded = recorded_config(self._repository, head)
-            self._check(head, prepared, entry if fresh else None, recorded)
+            moved = self._check(head, prepared, entry if fresh else None, recorded)
             if not prepared.plan.template.trains:
                 self._write_changes(before, prepared)
                 return session.resume_slice(head)
@@ -291,16 +292,17 @@ class _Resumption:
             if head.version >= prepared.pipeline.options.steps and not judging.unjudged:
                 self._write_changes(before, prepared)
                 return session.finished(head, accounting_from_json(head.attributes["accounting"]))
-            rebuilt = session.trainer_at(head, recorded)
-            if rebuilt.divergence is None:
+            rebuilt = None if moved else session.trainer_at(head, recorded)
+            if rebuilt is not None and rebuilt.divergence is None:
                 self._write_changes(before, prepared)
                 first = first_commit_attributes(entry) if entry is not None and fresh else {}
                 return self._halting(session, session.resume(head, rebuilt, first_attributes=first))
+        divergence = rebuilt.divergence if rebuilt is not None else None
         return self._branch_off(
-            rebuilt.divergence.state,
+            divergence.state if divergence is not None else head,
             name=None,
             overlay=prepared.manifest.overlay,
-            divergence=rebuilt.divergence,
+            divergence=divergence,
         )
 
     def fork(self) -> Mapping[str, Any]:
@@ -429,20 +431,27 @@ class _Resumption:
         prepared: Prepared,
         pending: Mapping[str, Any] | None,
         recorded: RecordedConfig,
-    ) -> None:
-        """Refuse to go on as another run. `pending` is a fork that has no version yet."""
+    ) -> bool:
+        """Refuse to go on as another run; whether it is the same but for its rounding.
+
+        `pending` is a fork that has no version yet.
+        """
         check_cursor(head)
-        expected = recorded.config, recorded.digest
+        config, digest = recorded.config, recorded.digest
         if pending is not None:
-            expected = pending["config"], pending["config_digest"]
-        check_same_options(
-            *expected,
-            prepared.pipeline,
-            run_dir=str(self._path),
-            branch=prepared.manifest.branch,
-        )
+            config, digest = pending["config"], pending["config_digest"]
+        moved = rounds_otherwise_than(prepared.pipeline, config, digest=digest)
+        if not moved:
+            check_same_options(
+                config,
+                digest,
+                prepared.pipeline,
+                run_dir=str(self._path),
+                branch=prepared.manifest.branch,
+            )
         if pending is None:
             check_same_data(self._repository, head, prepared.pipeline, first=recorded.version)
+        return moved
 
     def _prepared(self, before: RunManifest) -> Prepared:
         overlay = merge(before.overlay, self._request.changes)

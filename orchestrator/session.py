@@ -35,6 +35,7 @@ from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .roles import Halt, Observer, TrainingRole
 from .run_dir import RunDir, RunManifest
+from .sameness import makes_the_run_of
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
@@ -196,7 +197,7 @@ class Session:
         """
         self.call_workers()
         trainer, algorithm = build_trainer(self._pipeline)
-        if self._pipeline.makes_the_run_of(recorded.config, digest=recorded.digest):
+        if makes_the_run_of(self._pipeline, recorded.config, digest=recorded.digest):
             divergence = self._replay(trainer, info)
         else:
             before, _ = build_trainer(self._pipeline_of(recorded))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deltaloom.orchestrator.config import without_new_defaults
+from deltaloom.orchestrator.audit import audit_run
 from deltaloom.orchestrator.errors import RunError
 from deltaloom.orchestrator.inspect import StoredRun
+from deltaloom.orchestrator.sameness import aligned
 
 from .resume_support import digests, resume, start
 from .run_support import tiny_pipeline
@@ -86,8 +87,46 @@ def test_only_unknown_leaves_at_their_default_are_left_out() -> None:
     now = {"a": 1, "b": {"c": 2, "d": 3, "e": 4}, "f": {"g": 5}}
     defaults = {"a": 1, "b": {"c": 2, "d": 3, "e": 0}, "f": {"g": 5}}
     before = {"a": 9, "b": {"c": 7}}
-    assert without_new_defaults(now, before, defaults) == {
-        "a": 1,
-        "b": {"c": 2, "e": 4},
-    }
-    assert without_new_defaults(now, {}, {}) == now
+    found = aligned(now, before, defaults=defaults, decides={}, taking=())
+    assert found == {"a": 1, "b": {"c": 2, "e": 4}}
+    assert aligned(now, {}, defaults={}, decides={}, taking=()) == now
+
+
+def test_leaves_that_decide_what_is_taken_are_as_recorded() -> None:
+    now = {"a": 1, "b": {"c": 2, "d": 3}, "e": 5}
+    decides = {"a": "nothing", "b": {"c": "rounding", "d": "bits"}, "e": "nothing"}
+    before = {"a": 9, "b": {"c": 8, "d": 7}}
+    found = aligned(now, before, defaults={}, decides=decides, taking=("nothing",))
+    assert found == {"a": 9, "b": {"c": 2, "d": 3}}
+    found = aligned(now, before, defaults={}, decides=decides, taking=("nothing", "rounding"))
+    assert found == {"a": 9, "b": {"c": 8, "d": 3}}
+
+
+def test_an_option_that_decides_nothing_changes_within_a_run(tmp_path: Path) -> None:
+    pipeline = tiny_pipeline(tmp_path)
+    pipeline.write_text(pipeline.read_text().replace('codec="raw"', 'codec="context"'))
+    run_dir = tmp_path / "run"
+    start(pipeline, run_dir, steps=2)
+    resume(run_dir, steps=3, overlay={"publish": {"codec": {"num_threads": 1}}})
+    assert StoredRun(run_dir).branch == "main"
+    assert len(digests(run_dir)) == 4
+
+
+def test_an_option_that_decides_rounding_goes_on_as_a_branch(tmp_path: Path) -> None:
+    """Versions before it are trained again as they were made; the branch is resumed as such."""
+    run_dir, lines = tmp_path / "run", list[str]()
+    start(tiny_pipeline(tmp_path), run_dir, steps=5)
+    before = digests(run_dir)
+    finer = {"train": {"trainer": {"micro_batch_rollouts": 3}}}
+    with pytest.raises(RunError, match="version 5 is the last of 5 steps"):
+        resume(run_dir, overlay=finer | {"pipeline": {"steps": 5}}, branch="other")
+    resume(run_dir, steps=7, overlay=finer, lines=lines)
+    assert any("train.trainer.micro_batch_rollouts: 128 -> 3" in line for line in lines), lines
+    branch = StoredRun(run_dir).branch
+    assert branch == "main-5"
+    assert digests(run_dir)[:6] == before
+    assert digests(run_dir, branch="main") == before
+    resume(run_dir, steps=8)
+    assert StoredRun(run_dir).branch == branch
+    assert len(digests(run_dir)) == 9
+    assert audit_run(run_dir)["identical"]

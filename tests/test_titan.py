@@ -349,11 +349,11 @@ def test_a_run_that_lost_a_rank_resumes_on_fresh_ones_and_on_one(
     assert _run("resume", run_dir).status == 0
     result = compare_runs(StoredRun(whole), StoredRun(run_dir))
     assert result["identical"], result["difference"]
-    fewer = ("--set", "train.num_ranks=1", "--branch", "one", "--steps", str(NUM_STEPS + 2))
-    done = _run("resume", run_dir, *fewer)
+    done = _run("resume", run_dir, "--set", "train.num_ranks=1", "--steps", str(NUM_STEPS + 2))
     assert done.status == 0, done.err
     stored = StoredRun(run_dir)
-    head = stored.repository.head("one")
+    assert stored.branch == f"main-{NUM_STEPS}"
+    head = stored.repository.head(stored.branch)
     assert head.version == NUM_STEPS + 2
     assert head.attributes["trainer"]["num_ranks"] == 1
     assert head.record.delta is not None

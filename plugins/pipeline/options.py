@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...orchestrator.config import option
 from ...orchestrator.errors import ConfigError, RunErrorCode
 from .._options import require
 
@@ -15,13 +16,13 @@ class AsyncPipelineConfig:
 
     num_stages: int = 2
     """Stages of whole layers."""
-    stages: Literal["threads", "processes", "monarch"] = "threads"
+    stages: Literal["threads", "processes", "monarch"] = option("threads", decides="nothing")
     """Where stages live: threads of the trainer, processes beside it, or actors of a Monarch mesh.
     No bit depends on it where hosts compute alike."""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = option((), decides="nothing")
     """Addresses `tcp://HOST:PORT` of Monarch workers whose hosts run equal numbers of stages, for
     `stages="monarch"`; none: this host runs all. Connections are not encrypted."""
-    driver_address: str = ""
+    driver_address: str = option("", decides="nothing")
     """`tcp://HOST:PORT` at which those hosts reach the trainer; wanted with `hosts`."""
     pipeline_schedule: Literal["async-1f1b", "1f1b", "gpipe"] = "async-1f1b"
     """"1f1b" and "gpipe" flush the pipeline at every update: no gradient is stale."""
@@ -44,7 +45,7 @@ class AsyncPipelineConfig:
     stage; linear in between (arXiv 2505.01099 without a stash)."""
     first_stage_momentum: float = 0.0
     """Momentum (or beta1) of the first stage, linear to the optimizer's at the last; 0: its own."""
-    deadline_seconds: float = 600.0
+    deadline_seconds: float = option(600.0, decides="nothing")
     """Longest one stage may wait for another, and the trainer for an answer between steps."""
     policy_dtype: str = "bfloat16"
     """The dtype policies are published in; masters stay float32."""

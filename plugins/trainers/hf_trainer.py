@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...orchestrator.config import option
 from ...orchestrator.errors import PluginError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from .torch_trainer import TorchTrainer, TorchTrainerConfig
@@ -14,7 +15,7 @@ from .torch_trainer import TorchTrainer, TorchTrainerConfig
 class HfTrainerConfig(TorchTrainerConfig):
     """Options of the torch trainer, and what a transformers model adds."""
 
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = option(False, decides="nothing")
     """Recompute activations in the backward pass: about a third more time, much less memory."""
 
 

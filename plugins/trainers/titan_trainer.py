@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from ...orchestrator.config import option
 from ...orchestrator.errors import ConfigError, RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.shared_publishing import ShareTarget
@@ -36,18 +37,19 @@ if TYPE_CHECKING:
 class TitanTrainerConfig(TorchTrainerConfig):
     """Options of the torch trainer, the mesh, and torchtitan's schedule. Raises `ConfigError`."""
 
-    num_ranks: int = 2
-    """Processes of the mesh. A run on another number is another run in its last bits."""
-    tensor_parallel: int = 1
+    num_ranks: int = option(2, decides="rounding")
+    """Processes of the mesh. A run that goes on with another number is a branch: it rounds
+    otherwise."""
+    tensor_parallel: int = option(1, decides="rounding")
     """Ranks that share each layer's matrices; divides `num_ranks`. The rest is FSDP2's."""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = option((), decides="nothing")
     """Addresses `tcp://HOST:PORT` of Monarch workers whose hosts run equal numbers of ranks;
     none: this host runs all. Connections are not encrypted."""
-    driver_address: str = ""
+    driver_address: str = option("", decides="nothing")
     """`tcp://HOST:PORT` at which those hosts reach the driver; wanted with `hosts`."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What FSDP2 gathers weights as for forward and backward."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = option(False, decides="nothing")
     """Recompute activations in the backward pass: about a third more time, much less memory."""
     schedule_steps: int = 0
     """Optimizer steps of the learning rate's schedule; 0 keeps it constant."""
@@ -59,7 +61,7 @@ class TitanTrainerConfig(TorchTrainerConfig):
     """Form of the fall."""
     schedule_min_factor: float = 0.0
     """Share of the learning rate that is left after it."""
-    collective_seconds: float = 600.0
+    collective_seconds: float = option(600.0, decides="nothing")
     """Longest one rank waits for another."""
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ...orchestrator.config import option
 from ...orchestrator.errors import ConfigError, RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class TorchTrainerConfig:
     """How a step is computed. Raises `ConfigError` for values out of range."""
 
-    micro_batch_rollouts: int = 128
+    micro_batch_rollouts: int = option(128, decides="rounding")
     """Rollouts computed at once; 0 takes the whole batch. The result does not depend on it
     beyond float32 rounding, memory does. A replay computes several micro-batches side by side, as
     many as there are cores, with the same bits."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
+from ....orchestrator.config import option
 from ....storage.bits import PolicyTensors, TensorSpec
 from ....storage.codec import Changes, EncodedDelta, History
 
@@ -20,7 +21,7 @@ from ....storage.codec import Changes, EncodedDelta, History
 class ContextConfig:
     """Options of the `context` codec."""
 
-    num_threads: int = 2
+    num_threads: int = option(2, decides="nothing")
     """Blocks coded at the same time; the bytes do not depend on it."""
     max_modelled_share: float = 0.125
     """Blocks in which a larger share of elements changed are sent as compressed differences:
