@@ -22,7 +22,7 @@ from .resume_support import start
 from .rl_support import sampled_batch, small_model
 from .run_support import deltaloom
 from .stage_support import MODEL, assert_same, failing, staged_pipeline, trainer_in
-from .titan_support import free_ports, is_running, monarch_workers
+from .titan_support import is_running, monarch_hosts
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,15 +106,14 @@ def test_a_wait_for_a_stage_that_stands_still_expires(batches: Sequence[TrainBat
 def test_a_run_in_stages_on_other_hosts_is_the_run_in_threads(tmp_path: Path) -> None:
     pipeline = staged_pipeline(tmp_path, steps=3)
     start(pipeline, tmp_path / "threads")
-    driver, *hosts = (f"tcp://127.0.0.1:{port}" for port in free_ports(3))
-    words = {
-        "train.stages": "monarch",
-        "train.hosts": json.dumps(hosts),
-        "train.driver_address": driver,
-        "pipeline.workers": "1",
-    }
-    options = [word for name, value in words.items() for word in ("--set", f"{name}={value}")]
-    with monarch_workers(hosts):
+    with monarch_hosts(2) as (driver, hosts):
+        words = {
+            "train.stages": "monarch",
+            "train.hosts": json.dumps(hosts),
+            "train.driver_address": driver,
+            "pipeline.workers": "1",
+        }
+        options = [word for name, value in words.items() for word in ("--set", f"{name}={value}")]
         done = deltaloom("run", pipeline, "--run-dir", tmp_path / "hosts", *options)
     assert done.status == 0, done.err
     result = compare_runs(StoredRun(tmp_path / "threads"), StoredRun(tmp_path / "hosts"))

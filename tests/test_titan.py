@@ -24,10 +24,9 @@ from .rl_support import small_model
 from .run_support import Done, deltaloom
 from .titan_support import (
     ended,
-    free_ports,
     is_running,
     make_batch,
-    monarch_workers,
+    monarch_hosts,
     single_process_trainer,
     titan_model,
     titan_trainer,
@@ -370,10 +369,9 @@ def test_ranks_end_with_a_killed_driver(tmp_path: Path) -> None:
 
 
 def test_ranks_run_on_other_hosts(whole: Path, tmp_path: Path) -> None:
-    driver, *hosts = (f"tcp://127.0.0.1:{port}" for port in free_ports(3))
-    options = _write(tmp_path / "hosts", train=f'hosts={tuple(hosts)!r}, driver_address="{driver}"')
-    with monarch_workers(hosts):
-        done = _run("run", *options)
+    with monarch_hosts(2) as (driver, hosts):
+        train = f'hosts={tuple(hosts)!r}, driver_address="{driver}"'
+        done = _run("run", *_write(tmp_path / "hosts", train=train))
     assert done.status == 0, done.err
     pairs = zip(
         StoredRun(whole).repository.log(),

@@ -127,15 +127,16 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def monarch_workers(addresses: Sequence[str]) -> Iterator[None]:
-    """What a person starts on each host."""
+def monarch_hosts(count: int) -> Iterator[tuple[str, Sequence[str]]]:
+    """What a person starts on each host: the driver's address, and those of the hosts."""
     code = (
         "import sys; from monarch.actor import run_worker_loop_forever as run; "
         "run(ca='trust_all_connections', address=sys.argv[1])"
     )
+    driver, *addresses = (f"tcp://127.0.0.1:{port}" for port in free_ports(count + 1))
     workers = [subprocess.Popen([sys.executable, "-c", code, address]) for address in addresses]
     try:
-        yield
+        yield driver, addresses
     finally:
         for worker in workers:
             worker.kill()

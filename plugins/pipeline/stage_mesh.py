@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import select
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from math import inf
@@ -14,8 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...orchestrator.errors import DeadlineError, PluginError, RunErrorCode, TaskError
-from .._extras import need
-from ..titan_support.mesh import Hosts, host_mesh, leave_to_callers
+from .._monarch import ActorProcesses, Hosts, last_line
 from .remote import START_SECONDS, stage_lost
 from .stage_wire import Answer, unpack_answer
 
@@ -23,8 +18,6 @@ if TYPE_CHECKING:
     from .stage_actor import Identity
 
 T = TypeVar("T")
-_HOSTS, _STAGES = "hosts", "stages"
-_STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 """How long one stage's answer is waited for before the next one is looked at."""
 
@@ -38,30 +31,12 @@ class StageMesh:
         Raises `PluginError` without the extra, `TaskError` (STAGE_LOST) if a stage dies on the
         way.
         """
-        monarch = need("monarch.actor", by="stages='monarch'", extra="titan")
-        from .stage_actor import StageActor
-
-        monarch.unhandled_fault_hook = leave_to_callers
-        bindings = need("monarch._rust_bindings", by="stages='monarch'", extra="titan")
-        self._lost_errors = (bindings.monarch_hyperactor.supervision.SupervisionError,)
-        self._actor_errors = (monarch.ActorError,)
-        self._stop_errors = (*self._lost_errors, *self._actor_errors, TimeoutError)
         self._identities: list[Identity] = []
-        self._handles: list[int] = []
-        self._is_closed = False
-        self._per_host = num_stages // hosts.num_hosts
-        self._is_here = not hosts.addresses
-        listen_at = [hosts.names[stage // self._per_host] for stage in range(num_stages)]
-        processes = host_mesh(monarch, hosts).spawn_procs(per_host={_STAGES: self._per_host})
-        self._processes = processes
-        actors = processes.spawn("stage", StageActor, listen_at, deadline_seconds, list(sys.path))
-        self._actors = [actors.slice(**self._place(stage)) for stage in range(num_stages)]
+        self._processes = ActorProcesses(
+            hosts, num_actors=num_stages, dimension="stages", by="stages='monarch'"
+        )
         try:
-            self._identities = self._start("identity")
-            if self._is_here:
-                self._handles = [os.pidfd_open(identity.pid) for identity in self._identities]
-            addresses = [identity.address for identity in self._identities]
-            self._start("join", addresses)
+            self._open(num_stages, hosts, deadline_seconds)
         except BaseException:
             self.close()
             raise
@@ -80,26 +55,24 @@ class StageMesh:
 
     def close(self) -> None:
         """See `RemoteStages.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with contextlib.suppress(*self._stop_errors):
-            self._processes.stop().get(timeout=_STOP_SECONDS)
-        for handle in self._handles:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], _STOP_SECONDS)
-            os.close(handle)
+        self._processes.close()
+
+    def _open(self, num_stages: int, hosts: Hosts, deadline_seconds: float) -> None:
+        """Build the stages and connect neighbours."""
+        from .stage_actor import StageActor
+
+        processes = self._processes
+        listen_at = [hosts.names[stage // processes.per_host] for stage in range(num_stages)]
+        actors = processes.spawn("stage", StageActor, listen_at, deadline_seconds, list(sys.path))
+        self._actors = [actors.slice(**processes.place(stage)) for stage in range(num_stages)]
+        self._identities = self._start("identity")
+        processes.watch(identity.pid for identity in self._identities)
+        self._start("join", [identity.address for identity in self._identities])
 
     def _start(self, endpoint: str, *arguments: Any) -> list[Any]:
         """What every stage gives, all given the same."""
         each = [arguments] * len(self._actors)
         return self._of_all(endpoint, each, "start", START_SECONDS, lambda answer: answer)
-
-    def _place(self, stage: int) -> dict[str, int]:
-        """Where a stage is in the mesh, which has a dimension of hosts where they are given."""
-        host, place = divmod(stage, self._per_host)
-        return {_STAGES: place} if self._is_here else {_HOSTS: host, _STAGES: place}
 
     def _of_all(
         self,
@@ -127,9 +100,9 @@ class StageMesh:
         """The answer to a call; `TimeoutError` when it is not there yet."""
         try:
             return call.get(timeout=_POLL_SECONDS)
-        except self._lost_errors as error:
+        except self._processes.lost_errors as error:
             raise self._lost(str(error), what, asked=stage) from error
-        except self._actor_errors as error:
+        except self._processes.actor_errors as error:
             raise PluginError(
                 f"stage {stage}, {what} failed: {error}", code=RunErrorCode.BROKEN_PLUGIN
             ) from error
@@ -144,10 +117,8 @@ class StageMesh:
 
     def _lost(self, report: str, what: str, *, asked: int) -> TaskError:
         """The error for a stage that Monarch reports dead, by its process and host."""
-        place = re.search(rf"'{_STAGES}': (\d+)/", report)
-        host = re.search(rf"'{_HOSTS}': (\d+)/", report)
-        first = int(host.group(1)) * self._per_host if host else 0
-        number = first + int(place.group(1)) if place else asked
+        found = self._processes.number_in(report)
+        number = asked if found is None else found
         named = [identity.words for identity in self._identities if identity.stage == number]
-        reason = report.strip().splitlines()[-1].strip()
-        return stage_lost(named[0] if named else f"stage {number}", len(self._actors), what, reason)
+        who = named[0] if named else f"stage {number}"
+        return stage_lost(who, len(self._actors), what, last_line(report))

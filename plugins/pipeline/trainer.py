@@ -267,7 +267,7 @@ def open_processes(config: AsyncPipelineConfig, *, num_threads: int) -> RemoteSt
     """Processes of stages, started. Raises `PluginError` without the extra that starts them."""
     num_stages, seconds = config.num_stages, config.deadline_seconds
     if config.stages == "monarch":
-        from ..titan_support.mesh import Hosts
+        from .._monarch import Hosts
         from .stage_mesh import StageMesh
 
         hosts = Hosts(addresses=config.hosts, driver_address=config.driver_address)
