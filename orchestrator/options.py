@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..storage.errors import InputError
 from ..storage.weight_place import parse_host
+from .config import option
 from .errors import ConfigError, RunErrorCode
 
 
@@ -54,7 +55,7 @@ class PipelineOptions:
     """Compute threads of the trainer; part of what makes training reproducible."""
     max_attempts: int = 3
     """Tries of a task whose worker died or hung before it counts as poison."""
-    max_empty_steps: int = 3
+    max_empty_steps: int = option(3, decides="nothing")
     """Consecutive steps that may train on nothing before the run stops."""
     stall_seconds: float = 600.0
     """Longest the run may make no progress at all before it stops with a report of waits."""
@@ -94,7 +95,7 @@ class PipelineOptions:
 class SourceOptions:
     """Options of `source`."""
 
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = option(60.0, decides="nothing")
     """Longest one step's prompts may take."""
 
 
@@ -119,11 +120,11 @@ class RolloutOptions:
     finishing with the one started with. Every token keeps the version that drew it; the engine
     option `recompute_cache_on_update` says what becomes of the cache. Such runs are not
     deterministic."""
-    double_buffered: bool = False
+    double_buffered: bool = option(False, decides="nothing")
     """With `in_flight`: hold a second copy of the weights, which a newer version is written to
     while the engine decodes with the first. Activating then only exchanges the two; it costs the
     memory of the weights once more."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = option(600.0, decides="nothing")
     """Longest one rollout task may go without progress."""
     on_failure: Literal["drop", "stop"] = "drop"
     """What a task that failed `max_attempts` times does: `drop` its groups, or `stop`."""
@@ -162,7 +163,7 @@ class ScoreOptions:
 class InferOptions:
     """Options of `infer`."""
 
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = option(600.0, decides="nothing")
     """Longest one group may take."""
 
     def __post_init__(self) -> None:
@@ -193,7 +194,7 @@ class EvaluateOptions:
     """Share of probability kept, most likely tokens first."""
     prompts_per_task: int = 32
     """Prompts of one evaluation task."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = option(600.0, decides="nothing")
     """Longest one evaluation task, or making the prompts, may go without progress."""
 
     def __post_init__(self) -> None:
@@ -209,7 +210,7 @@ class EvaluateOptions:
 class FunctionOptions:
     """Options of `node`."""
 
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = option(60.0, decides="nothing")
     """Longest one call may take."""
 
 
@@ -225,7 +226,7 @@ class TrainOptions:
     vetoes: tuple[str, ...] = ()
     """Reviews of the run's store, by id: groups with a rollout that one of them vetoed are dropped
     whenever they are drawn again. Of use on a branch that starts before what was vetoed."""
-    timeout_seconds: float = 3600.0
+    timeout_seconds: float = option(3600.0, decides="nothing")
     """Longest one training step may take."""
 
     def __post_init__(self) -> None:
@@ -240,15 +241,15 @@ class TrainOptions:
 class PublishOptions:
     """Options of `publish`."""
 
-    anchor_every: int = 50
+    anchor_every: int = option(50, decides="nothing")
     """Versions between full copies of the weights."""
-    max_chain_ratio: float = 1.0
+    max_chain_ratio: float = option(1.0, decides="nothing")
     """A full copy is stored earlier once the deltas since the last one cost more than so many
     full copies: what a worker that joins late has to fetch."""
-    fold_every: int = 0
+    fold_every: int = option(0, decides="nothing")
     """Versions between folds: one payload in place of all deltas since the full copy, for workers
     that join late, stored where it is smaller than they are; 0 for none."""
-    state_every: int = 10
+    state_every: int = option(10, decides="nothing")
     """Versions between copies of the trainer's state; those between are rebuilt by replay."""
     transport: Literal["store", "direct"] = "store"
     """How versions reach workers: through the store, or directly from the process that publishes
@@ -257,7 +258,7 @@ class PublishOptions:
     direct_host: str = ""
     """With `transport="direct"`: name or address, IPv4 or IPv6, by which workers reach the
     trainer's machine; empty for the one that it finds by itself."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = option(600.0, decides="nothing")
     """Longest one commit may take."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.sameness import aligned
 
 from .resume_support import digests, resume, start
-from .run_support import tiny_pipeline
+from .run_support import tiny_pipeline, versions
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -102,14 +102,30 @@ def test_leaves_that_decide_what_is_taken_are_as_recorded() -> None:
     assert found == {"a": 9, "b": {"c": 8, "d": 3}}
 
 
-def test_an_option_that_decides_nothing_changes_within_a_run(tmp_path: Path) -> None:
+def test_options_that_decide_nothing_change_within_a_run(tmp_path: Path) -> None:
+    """Deadlines, how versions are stored, threads of a codec: the end is that of the whole run."""
     pipeline = tiny_pipeline(tmp_path)
     pipeline.write_text(pipeline.read_text().replace('codec="raw"', 'codec="context"'))
-    run_dir = tmp_path / "run"
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    start(pipeline, whole, steps=6)
     start(pipeline, run_dir, steps=2)
-    resume(run_dir, steps=3, overlay={"publish": {"codec": {"num_threads": 1}}})
+    changes = {
+        "source": {"timeout_seconds": 90.0},
+        "rollout": {"timeout_seconds": 90.0},
+        "train": {"timeout_seconds": 90.0},
+        "publish": {
+            "timeout_seconds": 90.0,
+            "anchor_every": 2,
+            "state_every": 1,
+            "fold_every": 1,
+            "max_chain_ratio": 9.0,
+            "codec": {"num_threads": 1},
+        },
+        "pipeline": {"max_empty_steps": 5},
+    }
+    resume(run_dir, steps=6, overlay=changes)
     assert StoredRun(run_dir).branch == "main"
-    assert len(digests(run_dir)) == 4
+    assert versions(run_dir) == versions(whole)
 
 
 def test_an_option_that_decides_rounding_goes_on_as_a_branch(tmp_path: Path) -> None:
