@@ -38,6 +38,18 @@ def makes_the_run_of(
     return digest in found
 
 
+def results_digest(pipeline: ResolvedPipeline) -> str:
+    """Digest of the options that decide what tasks compute, to the bit."""
+    tree = aligned(
+        pipeline.config,
+        {},
+        defaults={},
+        decides=pipeline.by_option(effects),
+        taking=("nothing",),
+    )
+    return pipeline.digest_of(tree)
+
+
 def rounds_otherwise_than(
     pipeline: ResolvedPipeline, recorded: Mapping[str, Any], *, digest: str
 ) -> bool:
@@ -58,17 +70,16 @@ def aligned(
     """See `as_recorded`, for trees of one form."""
     kept: Tree = {}
     for key, value in now.items():
-        old = recorded.get(key)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
+        if isinstance(value, Mapping) and isinstance(decides.get(key), Mapping):
             kept[key] = aligned(
                 value,
-                old,
+                _nested(recorded, key),
                 defaults=_nested(defaults, key),
-                decides=_nested(decides, key),
+                decides=decides[key],
                 taking=taking,
             )
         elif key in recorded:
-            kept[key] = old if decides.get(key) in taking else value
+            kept[key] = recorded[key] if decides.get(key) in taking else value
         elif decides.get(key) not in taking and (key not in defaults or value != defaults[key]):
             kept[key] = value
     return kept

@@ -35,7 +35,7 @@ from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .roles import Halt, Observer, TrainingRole
 from .run_dir import RunDir, RunManifest
-from .sameness import makes_the_run_of
+from .sameness import makes_the_run_of, results_digest
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
@@ -417,7 +417,7 @@ class Session:
         if not self._prepared.plan.template.trains:
             return None
         source = Path(self._prepared.manifest.pipeline_path).read_text(encoding="utf-8")
-        config = self._pipeline.config_digest + self._pipeline.evaluation_config
+        config = results_digest(self._pipeline) + self._pipeline.evaluation_config
         identity = spool_identity(config, source)
         return ResultSpool(self._run_dir.spool, identity=identity, say=self._say)
 

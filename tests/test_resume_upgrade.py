@@ -11,7 +11,7 @@ from deltaloom.orchestrator.errors import RunError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.sameness import aligned
 
-from .resume_support import digests, resume, start
+from .resume_support import digests, killed_at, resume, start, task_lines
 from .run_support import tiny_pipeline, versions
 
 PLUGIN = """
@@ -87,9 +87,10 @@ def test_only_unknown_leaves_at_their_default_are_left_out() -> None:
     now = {"a": 1, "b": {"c": 2, "d": 3, "e": 4}, "f": {"g": 5}}
     defaults = {"a": 1, "b": {"c": 2, "d": 3, "e": 0}, "f": {"g": 5}}
     before = {"a": 9, "b": {"c": 7}}
-    found = aligned(now, before, defaults=defaults, decides={}, taking=())
-    assert found == {"a": 1, "b": {"c": 2, "e": 4}}
-    assert aligned(now, {}, defaults={}, decides={}, taking=()) == now
+    decides = {"a": "bits", "b": {"c": "bits"}, "f": {}}
+    found = aligned(now, before, defaults=defaults, decides=decides, taking=())
+    assert found == {"a": 1, "b": {"c": 2, "e": 4}, "f": {}}
+    assert aligned(now, {}, defaults={}, decides=decides, taking=()) == now
 
 
 def test_leaves_that_decide_what_is_taken_are_as_recorded() -> None:
@@ -126,6 +127,16 @@ def test_options_that_decide_nothing_change_within_a_run(tmp_path: Path) -> None
     resume(run_dir, steps=6, overlay=changes)
     assert StoredRun(run_dir).branch == "main"
     assert versions(run_dir) == versions(whole)
+
+
+def test_results_of_finished_tasks_are_used_under_other_deadlines(tmp_path: Path) -> None:
+    """Killed in the commit of version 2, whose groups were all finished."""
+    pipeline, run_dir = tiny_pipeline(tmp_path), tmp_path / "run"
+    killed_at("written", 3, run_dir=run_dir, pipeline=pipeline, steps=3)
+    first = len(task_lines(run_dir))
+    resume(run_dir, overlay={"train": {"timeout_seconds": 90.0}})
+    found = {line["task"] for line in task_lines(run_dir)[first:] if line["worker"] == "spool"}
+    assert {"rollout/2/0", "rollout/2/1", "score/2/0", "score/2/1"} <= found
 
 
 def test_an_option_that_decides_rounding_goes_on_as_a_branch(tmp_path: Path) -> None:

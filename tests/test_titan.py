@@ -379,3 +379,9 @@ def test_ranks_run_on_other_hosts(whole: Path, tmp_path: Path) -> None:
         strict=True,
     )
     assert all(one.state_digest == other.state_digest for one, other in pairs)
+    run_dir = tmp_path / "hosts" / "run"
+    here = ("--set", "train.hosts=[]", "--set", 'train.driver_address=""')
+    done = _run("resume", run_dir, *here, "--steps", str(NUM_STEPS + 1))
+    assert done.status == 0, done.err
+    stored = StoredRun(run_dir)
+    assert (stored.branch, stored.repository.head("main").version) == ("main", NUM_STEPS + 1)
