@@ -3,8 +3,9 @@
 A made-up bf16 policy changes as in `benchmarks.store`. Three receivers in processes of their own
 follow the same publisher: out of its memory, over TCP on loopback, and through the store, which is
 a folder or an S3 server on this machine (`--store s3`). Timed is, for every version, from the
-acknowledged commit until a receiver has activated it, and for the head, until a receiver that holds
-nothing has. Ratios are of medians, in the same run.
+acknowledged commit until a receiver has activated it ("follow"), and until a receiver that holds
+nothing has a whole version ("anchor"), or that and all versions since ("late"). Ratios are of
+medians, in the same run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from tests.storage_s3 import BUCKET, CREDENTIALS, s3_server
 
 WAYS: Final = ("memory", "tcp", "store")
 RATIOS: Final = (("memory", "store"), ("tcp", "store"), ("memory", "tcp"))
+Found = Mapping[str, Sequence[Mapping[str, Any]]]
+"""What receivers said, by their way."""
 TOKEN: Final = b"benchmark".ljust(32)
 
 
@@ -89,6 +92,7 @@ def measure(url: str, *, size: Size) -> dict[str, Any]:
     ):
         publisher.publish(policy, version=0, state=(None, {}))
         address = server.address("127.0.0.1")
+        anchor = _joined(url, address, version=0, joiners=size.joiners)
         with receivers(url, address) as pipes:
             for way in WAYS:
                 _activated(pipes[way], 0)
@@ -98,35 +102,34 @@ def measure(url: str, *, size: Size) -> dict[str, Any]:
                 turn = version % len(WAYS)
                 for way in WAYS[turn:] + WAYS[:turn]:
                     follow[way].append(_activated(pipes[way], version))
-        late: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
-        for _ in range(size.joiners):
-            with receivers(url, address) as pipes:
-                for way in WAYS:
-                    late[way].append(_activated(pipes[way], size.versions))
+        late = _joined(url, address, version=size.versions, joiners=size.joiners)
         digest = repository.head().state_digest
-    return _figures(follow, late, dense_bytes=policy.num_bytes) | {"state_digest": digest}
-
-
-def _figures(
-    follow: Mapping[str, Sequence[Mapping[str, Any]]],
-    late: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    dense_bytes: int,
-) -> dict[str, Any]:
-    taken = [a["way"] == way for found in (follow, late) for way in WAYS for a in found[way]]
     return {
         **_part("follow", follow),
+        **_part("anchor", anchor),
         **_part("late", late),
-        "dense_bytes": dense_bytes,
-        "each_its_way": all(taken),
+        "dense_bytes": policy.num_bytes,
+        "state_digest": digest,
     }
 
 
-def _part(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _joined(url: str, address: Address, *, version: int, joiners: int) -> Found:
+    """What receivers that hold nothing say of a version; each way's, one after another."""
+    found: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
+    for number in range(joiners):
+        turn = number % len(WAYS)
+        with receivers(url, address) as pipes:
+            for way in WAYS[turn:] + WAYS[:turn]:
+                found[way].append(_activated(pipes[way], version))
+    return found
+
+
+def _part(name: str, found: Found) -> dict[str, Any]:
     """Medians of each way, and of one against another."""
     seconds = {way: statistics.median(a["seconds"] for a in found[way]) for way in WAYS}
     return {
         f"{name}_seconds": seconds,
+        f"{name}_is_its_way": all(a["way"] == way for way in WAYS for a in found[way]),
         f"{name}_bytes": {way: statistics.median(a["bytes"] for a in found[way]) for way in WAYS},
         f"{name}_ratios": {f"{a}_to_{b}": seconds[a] / seconds[b] for a, b in RATIOS},
     }

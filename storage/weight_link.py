@@ -38,8 +38,8 @@ class ServerLink:
     """A connection that is made when needed. Not for several threads.
 
     The local name is tried first, if the server has one: on another machine it is unknown, which
-    costs nothing. Once that way failed, TCP is used. After a failure of both the server is left
-    alone for a while, longer each time.
+    costs nothing. Once that way failed, TCP is used as long as it gives answers. After a failure
+    of both the server is left alone for a while, longer each time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ServerLink:
         self._address = address
         self._token = token
         self._timeout_seconds = timeout_seconds
-        self._by_name = share_memory and bool(address.local)
+        self._has_name = self._by_name = share_memory and bool(address.local)
         self._clock = clock
         self._wire: Wire | None = None
         self._pause: _Pause | None = None
@@ -75,6 +75,7 @@ class ServerLink:
             answer = self._answer(request, deadline)
         except BackendError:
             self.close()
+            self._by_name = self._has_name
             self._pause = _next_pause(self._pause, now=self._clock())
             raise
         self._pause = None

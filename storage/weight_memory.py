@@ -8,6 +8,7 @@ of this; elsewhere there is no such memory, and weights go over TCP.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -27,6 +28,8 @@ import numpy.typing as npt
 from .weight_wire import STRETCH_BYTES, Part, bytes_of
 
 WAIT_SECONDS: Final = 0.5
+_NEVER_RUN: Final = 0x8
+"""MFD_NOEXEC_SEAL: some systems give no memory that could be run; kernels before 6.3 lack it."""
 _BACKLOG: Final = 128
 _CREDENTIALS: Final = struct.Struct("=iII")
 """Process, user and group of the other end of a Unix socket."""
@@ -46,7 +49,7 @@ class SealedMemory:
         """`progress` is called while the bytes are copied. Raises `OSError`."""
         import fcntl
 
-        self.descriptor = os.memfd_create("deltaloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = _nameless()
         weakref.finalize(self, os.close, self.descriptor)
         self.num_bytes = 0
         for part in parts:
@@ -145,6 +148,17 @@ def is_same_user(link: socket.socket) -> bool:
     """Whether the other end of a Unix socket is a process of this one's user."""
     found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
+
+
+def _nameless() -> int:
+    """A descriptor of empty memory that can be sealed. Raises `OSError`."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("deltaloom", flags | _NEVER_RUN)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create("deltaloom", flags)
 
 
 @contextmanager

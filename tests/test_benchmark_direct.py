@@ -15,7 +15,7 @@ from deltaloom.storage import weight_memory
 def test_every_version_is_taken_its_way(tmp_path: Path) -> None:
     size = Size(num_elements=200_000, num_tensors=4, versions=3, joiners=1)
     result = measure(str(tmp_path / "store"), size=size)
-    assert result["each_its_way"]
-    for part in ("follow_bytes", "late_bytes"):
-        found = result[part]
+    for part in ("follow", "anchor", "late"):
+        assert result[f"{part}_is_its_way"]
+        found = result[f"{part}_bytes"]
         assert found["memory"] == found["tcp"] == found["store"] > 0

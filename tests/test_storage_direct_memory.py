@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -25,6 +26,7 @@ from deltaloom.storage.errors import BackendError
 from deltaloom.storage.memory_wire import GivingWire, TakingWire
 from deltaloom.storage.offers import Address
 from deltaloom.storage.weight_memory import SealedMemory, local_link, local_listener
+from deltaloom.storage.weight_server import WeightServer
 from deltaloom.storage.weight_wire import Wire
 
 from .direct_support import TOKEN, Offering, offering
@@ -136,6 +138,37 @@ def test_another_machine_uses_tcp(offered: Offering) -> None:
     staged = receiver.stage(9)
     assert (staged.direct, staged.shared) == (True, False)
     assert (source.num_shared, source.num_sent) == (0, 1)
+
+
+def test_memory_is_tried_again_after_a_server_that_gave_nothing(tmp_path: Path) -> None:
+    now = [0.0]
+    with (
+        offering(tmp_path / "s", STATES[:1]) as made,
+        WeightServer(made.offers, token=TOKEN, max_connections=1) as server,
+    ):
+        address = server.address("127.0.0.1")
+        first = made.source(address=address)
+        assert made.receiver(first).stage(0).shared
+        second = made.receiver(made.source(address=address, clock=lambda: now[0]))
+        assert not second.stage(0).direct
+        (thread,) = server._links.values()
+        first.close()
+        thread.join(60)
+        now[0] += 1.0
+        assert second.stage(0).shared
+
+
+def test_kernels_that_know_fewer_flags_give_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.memfd_create
+    known = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+
+    def create(name: str, flags: int) -> int:
+        if flags & ~known:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", create)
+    assert SealedMemory([b"weights"]).mapped().tobytes() == b"weights"
 
 
 def test_memory_that_runs_out_leaves_the_connection(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltaloom.storage import PolicyRepository, PolicyTensors, Subscriber
+from deltaloom.storage import PolicyRepository, PolicyTensors, Subscriber, weight_memory
 from deltaloom.storage.errors import BackendError
 from deltaloom.storage.offers import Address, Offer, Offers
 from deltaloom.storage.sharded_publisher import ShardCoordinator, ShardPublisher
@@ -258,6 +258,33 @@ def test_a_server_rank_asks_the_ranks_of_its_plan_at_the_same_time(tmp_path: Pat
             assert not barrier.broken
         assert server.num_fallbacks == 0
         check_share(server, one_rank, STATES[5], rank=0)
+
+
+@pytest.mark.skipif(not weight_memory.is_available(), reason="only Linux has sealed memory")
+@pytest.mark.parametrize("kind", SHARES)
+def test_ranks_on_this_machine_give_out_of_memory(tmp_path: Path, kind: str) -> None:
+    with rank_cluster(tmp_path / "s", kind) as cluster:
+        cluster.catalogue.refer_to(
+            [server.address("255.255.255.255") for server in cluster.servers]
+        )
+        for version in range(1, 6):
+            cluster.publish(version)
+        receiver = Subscriber(cluster.reopened(), codecs=codecs(), source=cluster.source())
+        source = cluster.source()
+        serve = cluster.shares.layout(SPECS)
+        server = ShareSubscriber(
+            cluster.reopened(), codecs=codecs(), serve=serve, rank=1, source=source
+        )
+        for version in (5, 6, 7):
+            if version > 5:
+                cluster.publish(version)
+            staged = receiver.stage(version)
+            assert staged.shared, receiver.last_fallback
+            assert same(receiver.activate(staged).tensors, STATES[version])
+            server.update()
+            check_share(server, cluster.shares, STATES[version], rank=1)
+        assert server.num_fallbacks == source.num_sent == 0
+        assert source.num_shared > 0
 
 
 def test_ranks_that_stay_silent_have_one_deadline() -> None:
