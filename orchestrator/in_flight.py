@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from traceback import format_exception
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +22,8 @@ class HeadFollower:
     """Stages each newer version in a thread of its own, for as long as the context is open.
 
     The subscriber is handed to and fro: the thread has it until a version is staged, `advance`
-    until that version is active. What is staged when the context closes is let go. `prepare` is
+    until that version is active. What is staged when the context closes is let go, and an error
+    after the last `advance` is told and no more: whoever wants the version meets it. `prepare` is
     called in the thread with each staged version, `activate` returns the seconds that it took.
     """
 
@@ -40,6 +43,7 @@ class HeadFollower:
         self.pause_seconds = 0.0
         self._staged: StagedVersion | None = None
         self._error: Exception | None = None
+        self._is_raised = False
         self._closing = threading.Event()
         self._handed_back = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="head follower", daemon=True)
@@ -57,6 +61,17 @@ class HeadFollower:
         self._closing.set()
         self._handed_back.set()
         self._thread.join()
+        if self._error is not None and not self._is_raised:
+            words = "A newer version could not be readied after the last token:"
+            print(words, *format_exception(self._error), file=sys.stderr, flush=True)
+
+    def metrics(self) -> dict[str, float]:
+        """As a task reports it, when the context is closed."""
+        return {
+            "in_flight_updates": float(self.num_updates),
+            "in_flight_pause_seconds": self.pause_seconds,
+            "in_flight_errors": float(self._error is not None),
+        }
 
     def advance(self) -> None:
         """Activate the version that is staged, if there is one.
@@ -64,6 +79,7 @@ class HeadFollower:
         Raises what staging or preparing raised: the store could not be read, or gave wrong bits.
         """
         if self._error is not None:
+            self._is_raised = True
             raise self._error
         staged, self._staged = self._staged, None
         if staged is None:

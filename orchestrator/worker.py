@@ -221,8 +221,7 @@ class TaskRunner:
         return rollouts, {
             "generate_seconds": time.monotonic() - started,
             **arrival.metrics(),
-            "in_flight_updates": float(follower.num_updates),
-            "in_flight_pause_seconds": follower.pause_seconds,
+            **follower.metrics(),
             **weights.transport_counts(),
         }
 

@@ -222,6 +222,50 @@ def test_what_preparing_raises_ends_the_task(tmp_path: Path) -> None:
             advance_until(follower, num_updates=1)
 
 
+class Late(TorchEngine):
+    """Fails once to prepare version 1, when it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__(TorchEngineConfig(), model=MODEL)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def prepare(self, update: WeightUpdate) -> None:
+        if update.version == 1 and not self.entered.is_set():
+            self.entered.set()
+            assert self.go_on.wait(30)
+            raise MemoryError("no room for a second module")
+        super().prepare(update)
+
+
+def test_what_preparing_raises_after_the_last_token_is_told_and_ends_no_task(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its rollouts are whole; the next task, which wants the version, has it prepared again."""
+    url, engine = str(tmp_path / "store"), Late()
+    repository = PolicyRepository.create(url)
+    with Publisher(repository, codec=RawCodec(RawCodec.Config())) as publisher:
+        first = publisher.publish(STATES[0], version=0, state=(None, {}))
+        weights = WorkerWeights(
+            engine, store_url=url, branch="main", codecs={"raw": RawCodec}, double_buffered=True
+        )
+        weights.ensure_newest(0, snapshot_id=first.snapshot_id)
+        with weights.in_flight() as follower:
+            second = publisher.publish(STATES[1], version=1)
+            assert engine.entered.wait(30)
+            follower.advance()
+            engine.go_on.set()
+        assert follower.metrics()["in_flight_errors"] == 1.0
+        told = capfd.readouterr().err
+        assert "after the last token" in told
+        assert "MemoryError: no room for a second module" in told
+        weights.ensure_newest(1, snapshot_id=second.snapshot_id)
+        assert holds(engine._module, 1)
+        with weights.in_flight() as follower:
+            follower.advance()
+        assert follower.metrics()["in_flight_errors"] == 0.0
+    assert capfd.readouterr().err == ""
+
+
 PLAIN_ENGINE = '''
 from dataclasses import dataclass
 
