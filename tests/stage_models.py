@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,8 @@ from deltaloom.plugins.models.transformer import Transformer, TransformerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailingConfig(TransformerConfig):
-    """At its `at_forward`-th forward stage `stage` raises, or its process is killed or stopped."""
+    """At its `at_forward`-th forward stage `stage` raises or hangs, or its process is killed or
+    stopped; or each forward takes half a second."""
 
     stage: int = 1
     at_forward: int = 3
@@ -56,9 +59,14 @@ class Fuse:
 
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         self._calls += 1
+        if self._config.how == "slow":
+            time.sleep(0.5)
+            return
         if self._calls != self._config.at_forward or Path(self._config.mark).exists():
             return
         Path(self._config.mark).touch()
         if self._config.how == "raise":
             raise ArithmeticError("out of numbers")
+        if self._config.how == "hang":
+            threading.Event().wait()
         os.kill(os.getpid(), signal.Signals[self._config.how])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -449,9 +450,11 @@ class Stuck(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.released = threading.Event()
+        self.has_returned = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.released.wait(10)
+        self.released.wait()
+        self.has_returned = True
         return inputs * self.weight
 
 
@@ -459,11 +462,28 @@ def test_expired_wait_names_stage_and_micro_batch() -> None:
     stuck = Stuck()
     modules = [*make_modules(1), stuck, *make_modules(1)]
     trainer = make_trainer(num_stages=3, modules=modules, deadline_seconds=0.2)
-    threading.Timer(1.0, stuck.released.set).start()
 
     wait = r"stage [02] waited 0\.2 s for the (activation|gradient) of micro-batch 0 from stage 1"
     with pytest.raises(DeadlineError, match=wait):
         trainer.train(make_batches(5))
+    stuck.released.set()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_stage_that_never_returns_is_left_behind(num_stages: int) -> None:
+    """By itself it is named by its operation; before that, whoever waits for it names it."""
+    stuck = Stuck()
+    modules = [stuck, *make_modules(num_stages - 1)]
+    trainer = make_trainer(num_stages=num_stages, modules=modules, deadline_seconds=0.2)
+    alone = rf"stage 0 \(a thread of process {os.getpid()} on host .+\) has been at the forward of "
+    awaited = r"stage 1 waited 0\.2 s for the activation of "
+    words = alone if num_stages == 1 else awaited
+    try:
+        with pytest.raises(DeadlineError, match=f"{words}micro-batch 0"):
+            trainer.train(make_batches(5))
+        assert not stuck.has_returned
+    finally:
+        stuck.released.set()
 
 
 class Broken(torch.nn.Module):

@@ -46,7 +46,8 @@ class AsyncPipelineConfig:
     first_stage_momentum: float = 0.0
     """Momentum (or beta1) of the first stage, linear to the optimizer's at the last; 0: its own."""
     deadline_seconds: float = option(600.0, decides="nothing")
-    """Longest one stage may wait for another, and the trainer for an answer between steps."""
+    """Longest one stage may wait for another, and the trainer for an answer between steps. A stage
+    that nobody waits for may be at one operation for twice as long."""
     policy_dtype: str = "bfloat16"
     """The dtype policies are published in; masters stay float32."""
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from time import monotonic
 
 from ...orchestrator.errors import DeadlineError, RunErrorCode
 from ...storage.packing import pack
 from .links import bound_sends
 from .remote import START_SECONDS, stage_lost
-from .stage_wire import Answer, unpack_answer
+from .stage_wire import WORKING, Answer, unpack_answer
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -57,9 +56,7 @@ class StageProcesses:
         """The processes, by stage."""
         return [stage.process.pid for stage in self._stages]
 
-    def ask(
-        self, questions: Sequence[bytes], *, what: str, wait_seconds: float | None
-    ) -> list[Answer]:
+    def ask(self, questions: Sequence[bytes], *, what: str, wait_seconds: float) -> list[Answer]:
         """See `RemoteStages.ask`."""
         for stage, question in zip(self._stages, questions, strict=True):
             self._send(stage, question, what)
@@ -115,19 +112,19 @@ class StageProcesses:
         except BlockingIOError as error:
             raise self._expired([stage], what, self._deadline_seconds) from error
 
-    def _answers(self, what: str, seconds: float | None) -> list[Answer]:
-        """One answer of every stage, by stage."""
+    def _answers(self, what: str, seconds: float) -> list[Answer]:
+        """One answer of every stage, by stage. Whatever comes from any stage begins the wait anew:
+        the others may be waiting for it."""
         answers: dict[int, Answer] = {}
-        deadline = None if seconds is None else monotonic() + seconds
         while missing := [stage for stage in self._stages if stage.stage not in answers]:
             by_connection = {stage.connection: stage for stage in missing}
-            remaining = None if deadline is None else max(0.0, deadline - monotonic())
-            ready = wait(list(by_connection), timeout=remaining)
-            if not ready and seconds is not None:
+            ready = wait(list(by_connection), timeout=seconds)
+            if not ready:
                 raise self._expired(missing, what, seconds)
             found = [by_connection[one] for one in ready]  # type: ignore[index]
             for stage, data in [(stage, self._receive(stage, what)) for stage in found]:
-                answers[stage.stage] = unpack_answer(data)
+                if data != WORKING:
+                    answers[stage.stage] = unpack_answer(data)
         return [answers[stage.stage] for stage in self._stages]
 
     def _receive(self, stage: _StageProcess, what: str) -> bytes:

@@ -29,13 +29,12 @@ START_SECONDS = 120.0
 class RemoteStages(Protocol):
     """Processes of stages, however they are started and asked."""
 
-    def ask(
-        self, questions: Sequence[bytes], *, what: str, wait_seconds: float | None
-    ) -> list[Answer]:
+    def ask(self, questions: Sequence[bytes], *, what: str, wait_seconds: float) -> list[Answer]:
         """The answers of all stages, each asked its own question.
 
         Raises the first error of a stage, `TaskError` (STAGE_LOST) naming one that died, and
-        `DeadlineError` naming one that does not answer in time.
+        `DeadlineError` naming those that are missing when for so long no stage has answered or
+        finished an operation.
         """
         ...
 
@@ -73,7 +72,7 @@ class RemotePipeline:
         seconds = parts.config.deadline_seconds
         self._waits = {
             "build": max(START_SECONDS, seconds),
-            "train": None,  # stages wait for each other no longer than they may
+            "train": 2 * seconds,  # stages that wait for a neighbour name it first
             "state": seconds,
             "load": seconds,
         }

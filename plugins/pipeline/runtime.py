@@ -11,15 +11,23 @@ micro-batches in flight, each stage then at a version of its own.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 
-from ...orchestrator.errors import ConfigError, RunErrorCode, RunInterruptedError
+from ...orchestrator.errors import (
+    ConfigError,
+    DeadlineError,
+    RunErrorCode,
+    RunInterruptedError,
+)
 from ..torch_support.stage_threads import DeviceClock, Halt, run_threads
 from .channels import Inbox, Message, NormExchange
 from .clock import StageSeconds, jitter_factors
@@ -59,7 +67,7 @@ class PipelineConfig:
     """"fixed" gives the same bits whatever the timing; "arrival" prefers a backward whose
     gradient is there, so delays vary with the timing and are measured."""
     deadline_seconds: float = 60.0
-    """Longest wait for another stage."""
+    """Longest wait for another stage. A stage that is at one operation for twice as long hangs."""
     stage_seconds: tuple[StageSeconds, ...] = ()
     """Least time of each stage's operations on the simulated device; empty: none."""
     link_seconds: float = 0.0
@@ -163,14 +171,19 @@ class PipelineTrainer:
         With `drain` false the pipeline pauses there: every stage stops where it would run the
         next forward, and the next call goes on as if there had been no pause. Micro-batches that
         do not fill an update stay accumulated for the next call. Raises what a stage raised,
-        `DeadlineError` for a wait that expired; the trainer is unusable then.
+        `DeadlineError` for a wait that expired or a stage that hangs, whose thread is left behind;
+        the trainer is unusable then.
         """
         self._check_usable()
         self._drain.clear()
         halt = Halt()
         workers = self._make_workers(Source(micro_batches, drain=self._drain), halt, drain=drain)
         try:
-            run_threads([(f"stage {worker.index}", worker.run) for worker in workers], halt)
+            run_threads(
+                [(f"stage {worker.index}", worker.run) for worker in workers],
+                halt,
+                watch=partial(self._check_progress, workers, halt),
+            )
         finally:
             self._failed = halt.error
         if halt.error is not None:
@@ -237,6 +250,20 @@ class PipelineTrainer:
             )
             for stage in self.stages
         ]
+
+    def _check_progress(self, workers: Sequence[Worker], halt: Halt) -> None:
+        """Raise `DeadlineError` for a stage that hangs. One that others wait for they name first,
+        and then it has had its time."""
+        seconds = self.config.deadline_seconds * (1 if halt.error is not None else 2)
+        for worker in workers:
+            if (op := worker.overdue(seconds)) is not None:
+                raise DeadlineError(
+                    f"stage {worker.index} (a thread of process {os.getpid()} on host "
+                    f"{socket.gethostname()}) has been at the {op.kind} of micro-batch "
+                    f"{op.micro_batch} for {seconds:g} s.",
+                    code=RunErrorCode.NO_PROGRESS,
+                    remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
+                )
 
     def _check_usable(self) -> None:
         if self._failed is not None:

@@ -46,6 +46,7 @@ class StageActor(Actor):  # type: ignore[misc]
         self._server.settimeout(deadline_seconds)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._host: StageHost | None = None
+        self._num_operations = 0
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def identity(self) -> Identity:
@@ -61,6 +62,11 @@ class StageActor(Actor):  # type: ignore[misc]
     async def join(self, addresses: list[tuple[str, int]]) -> None:
         """Connect to the next stage, and accept the previous one. All stages are called."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._join, addresses)
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def num_operations(self) -> int:
+        """Of training, that the stage has finished."""
+        return self._num_operations
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def answer(self, question: bytes) -> bytes:
@@ -80,7 +86,12 @@ class StageActor(Actor):  # type: ignore[misc]
         if self._stage:
             previous = self._link(self._server.accept()[0], self._stage - 1)
         self._server.close()
-        self._host = StageHost(stage=self._stage, previous=previous, following=following)
+        self._host = StageHost(
+            stage=self._stage, previous=previous, following=following, report=self._count
+        )
+
+    def _count(self) -> None:
+        self._num_operations += 1
 
     def _link(self, peer: socket.socket, neighbour: int) -> NeighbourLink:
         peer.settimeout(None)

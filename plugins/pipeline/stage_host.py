@@ -36,7 +36,8 @@ Values = Mapping[str, Any]
 
 
 class StageHost:
-    """One stage with its worker's surroundings. Used by one thread."""
+    """One stage with its worker's surroundings. Used by one thread, which calls `report` after
+    every operation of training."""
 
     def __init__(
         self,
@@ -44,8 +45,10 @@ class StageHost:
         stage: int,
         previous: NeighbourLink | None,
         following: NeighbourLink | None,
+        report: Callable[[], None],
     ) -> None:
         self._index = stage
+        self._report = report
         self._previous = previous
         self._following = following
         self._hosted: _HostedStage | None = None
@@ -73,6 +76,7 @@ class StageHost:
             seed=values["seed"],
             previous=self._previous,
             following=self._following,
+            report=self._report,
         )
 
 
@@ -87,6 +91,7 @@ class _HostedStage:
         seed: int,
         previous: NeighbourLink | None,
         following: NeighbourLink | None,
+        report: Callable[[], None],
     ) -> None:
         self.questions: dict[str, Callable[[Values, ReadOnlyArrays], Answer]] = {
             "train": self._train,
@@ -95,6 +100,7 @@ class _HostedStage:
         }
         self._parts = parts
         self._seed = seed
+        self._report_operation = report
         self._previous = previous
         self._following = following
         self._loss = StageLoss(parts.policy_loss())
@@ -157,6 +163,7 @@ class _HostedStage:
             link_seconds=0.0,
             factors=jitter_factors(index, jitter=0.0, seed=0),
             drain=drain,
+            report=self._report_operation,
         )
 
     def _meet_neighbours(self) -> None:

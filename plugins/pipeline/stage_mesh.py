@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from math import inf
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...orchestrator.errors import DeadlineError, PluginError, RunErrorCode, TaskError
 from .._monarch import ActorProcesses, Hosts, last_line
 from .remote import START_SECONDS, stage_lost
-from .stage_wire import Answer, unpack_answer
+from .stage_wire import REPORTS_PER_DEADLINE, Answer, unpack_answer
 
 if TYPE_CHECKING:
     from .stage_actor import Identity
@@ -46,9 +45,7 @@ class StageMesh:
         """Which processes the stages are."""
         return self._identities
 
-    def ask(
-        self, questions: Sequence[bytes], *, what: str, wait_seconds: float | None
-    ) -> list[Answer]:
+    def ask(self, questions: Sequence[bytes], *, what: str, wait_seconds: float) -> list[Answer]:
         """See `RemoteStages.ask`."""
 
         return self._of_all("answer", [(q,) for q in questions], what, wait_seconds, unpack_answer)
@@ -65,6 +62,8 @@ class StageMesh:
         listen_at = [hosts.names[stage // processes.per_host] for stage in range(num_stages)]
         actors = processes.spawn("stage", StageActor, listen_at, deadline_seconds, list(sys.path))
         self._actors = [actors.slice(**processes.place(stage)) for stage in range(num_stages)]
+        errors = (*processes.lost_errors, *processes.actor_errors)
+        self._operations = _Operations(self._actors, errors=errors)
         self._identities = self._start("identity")
         processes.watch(identity.pid for identity in self._identities)
         self._start("join", [identity.address for identity in self._identities])
@@ -79,20 +78,25 @@ class StageMesh:
         endpoint: str,
         arguments: Sequence[tuple[Any, ...]],
         what: str,
-        seconds: float | None,
+        seconds: float,
         read: Callable[[Any], T],
     ) -> list[T]:
-        """What `read` makes of every stage's answer; the first error ends the wait."""
+        """What `read` makes of every stage's answer; the first error ends the wait. An answer, or
+        an operation finished by any stage, begins it anew."""
         pairs = zip(self._actors, arguments, strict=True)
         calls = dict(enumerate(getattr(a, endpoint).call_one(*own) for a, own in pairs))
         answers: dict[int, T] = {}
-        end = inf if seconds is None else monotonic() + seconds
+        moved = looked = monotonic()
         while calls:
             for stage, call in list(calls.items()):
                 with contextlib.suppress(TimeoutError):
                     answers[stage] = read(self._get(call, what, stage=stage))
                     del calls[stage]
-            if calls and monotonic() > end:
+                    moved = monotonic()
+            if monotonic() - looked > seconds / REPORTS_PER_DEADLINE:
+                looked = monotonic()
+                moved = looked if self._operations.have_advanced(calls) else moved
+            if calls and monotonic() - moved > seconds:
                 raise self._expired(list(calls), what, seconds)
         return [answers[stage] for stage in range(len(self._actors))]
 
@@ -107,10 +111,11 @@ class StageMesh:
                 f"stage {stage}, {what} failed: {error}", code=RunErrorCode.BROKEN_PLUGIN
             ) from error
 
-    def _expired(self, stages: Sequence[int], what: str, seconds: float | None) -> DeadlineError:
-        words = " and ".join(map(str, stages))
+    def _expired(self, stages: Sequence[int], what: str, seconds: float) -> DeadlineError:
+        known = {identity.stage: identity.words for identity in self._identities}
+        words = " and ".join(known.get(stage, f"stage {stage}") for stage in stages)
         return DeadlineError(
-            f"the trainer waited {seconds} s for stage {words} during {what}.",
+            f"the trainer waited {seconds:g} s for {words} during {what}.",
             code=RunErrorCode.NO_PROGRESS,
             remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
         )
@@ -122,3 +127,30 @@ class StageMesh:
         named = [identity.words for identity in self._identities if identity.stage == number]
         who = named[0] if named else f"stage {number}"
         return stage_lost(who, len(self._actors), what, last_line(report))
+
+
+class _Operations:
+    """How many operations stages say that they have finished."""
+
+    def __init__(self, actors: Sequence[Any], *, errors: tuple[type[Exception], ...]) -> None:
+        """`errors` are left to the calls that wait for an answer."""
+        self._actors = actors
+        self._errors = errors
+        self._calls: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+
+    def have_advanced(self, stages: Iterable[int]) -> bool:
+        """Whether any of these stages says more than before. One that does not answer is not asked
+        again until it does."""
+        return any(self._has_advanced(stage) for stage in stages)
+
+    def _has_advanced(self, stage: int) -> bool:
+        call = self._calls.pop(stage, None) or self._actors[stage].num_operations.call_one()
+        before = self._numbers.get(stage, 0)
+        try:
+            self._numbers[stage] = call.get(timeout=_POLL_SECONDS)
+        except TimeoutError:
+            self._calls[stage] = call
+        except self._errors:
+            return False
+        return self._numbers.get(stage, 0) > before

@@ -13,11 +13,14 @@ import queue
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from time import monotonic
 
 from ...storage.packing import pack, unpack
 from .links import NeighbourLink
 from .stage_host import StageHost
+from .stage_wire import REPORTS_PER_DEADLINE, WORKING
 
 
 def main(
@@ -40,12 +43,28 @@ def main(
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
     host = StageHost(
-        stage=stage, previous=link(previous, stage - 1), following=link(following, stage + 1)
+        stage=stage,
+        previous=link(previous, stage - 1),
+        following=link(following, stage + 1),
+        report=_reports(connection, every_seconds=deadline_seconds / REPORTS_PER_DEADLINE),
     )
     connection.send_bytes(pack({}, {}))
     _find_modules_as(unpack(questions.get())[0]["path"])
     while True:
         connection.send_bytes(host.answer(questions.get()))
+
+
+def _reports(connection: Connection, *, every_seconds: float) -> Callable[[], None]:
+    """What says that the stage gets on, so often and no more."""
+    said = monotonic()
+
+    def report() -> None:
+        nonlocal said
+        if monotonic() - said >= every_seconds:
+            said = monotonic()
+            connection.send_bytes(WORKING)
+
+    return report
 
 
 def _find_modules_as(path: list[str]) -> None:

@@ -21,6 +21,9 @@ from .schedule import OpKind
 Arrays = dict[str, npt.NDArray[Any]]
 ReadOnlyArrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[dict[str, Any], Arrays]
+WORKING = b"working"
+"""What a stage sends now and then before its answer, while it gets on."""
+REPORTS_PER_DEADLINE = 10
 _TARGET = "target/"
 _EXTRA = "extra/"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -86,10 +86,15 @@ class _Device:
         return monotonic() + self.link if self.link else 0.0
 
 
+def _nothing() -> None:
+    """Tells nobody."""
+
+
 class Worker:
     """Runs one stage. `losses`, `updates` and `spans` are read after its thread has ended.
 
     At the end of the source a worker either drains, or pauses where the next forward would be.
+    `report` is called after every operation.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Worker:
         link_seconds: float,
         factors: Iterator[tuple[float, float]],
         drain: bool,
+        report: Callable[[], None] = _nothing,
     ) -> None:
         self.index = stage.index
         self.progress = progress
@@ -122,12 +128,20 @@ class Worker:
         self._link_seconds = link_seconds
         self._factors = factors
         self._drain = drain
+        self._report = report
         self._end: int | None = None
+        self._busy: tuple[Op, float] | None = None
 
     @property
     def waiting(self) -> dict[tuple[OpKind, int], Message]:
         """Messages that arrived for operations after the end."""
         return self._links.inbox.waiting
+
+    def overdue(self, seconds: float) -> Op | None:
+        """The operation that the stage itself has been at for longer than this, if it is at one.
+        Safe from any thread."""
+        busy = self._busy
+        return busy[0] if busy is not None and monotonic() - busy[1] > seconds else None
 
     def run(self) -> None:
         """Work until the source has ended and everything is done, or the pipeline stops."""
@@ -141,6 +155,7 @@ class Worker:
         choice = self._acquire(options[:1] if self._fixed_order else options[::-1])
         if choice is not None:
             self._execute(*choice)
+            self._report()
         return True
 
     def _is_end(self, op: Op) -> bool:
@@ -189,6 +204,7 @@ class Worker:
             self._links.following.close(total)
 
     def _execute(self, op: Op, message: Message | None) -> None:
+        self._busy = (op, monotonic())
         start = self._links.clock.now()
         own, link = next(self._factors)
         device = _Device(seconds=self._seconds.of(op.kind) * own, link=self._link_seconds * link)
@@ -197,8 +213,9 @@ class Worker:
         elif op.kind is OpKind.BACKWARD:
             self._backward(op, message, start, device)
         else:
-            self._update()
+            self._update(op)
             self._finish(op, start, device)
+        self._busy = None
         self.progress = self.progress.after(op)
 
     def _forward(self, op: Op, message: Message, start: float, device: _Device) -> None:
@@ -223,7 +240,7 @@ class Worker:
             sent = Message(tensor=gradient, arrives=device.arrival())
             self._links.previous.put(OpKind.BACKWARD, op.micro_batch, sent)
 
-    def _update(self) -> None:
+    def _update(self, op: Op) -> None:
         own = total = self._stage.accumulated.squared_norm()
         if not math.isfinite(own):
             raise RunError(
@@ -233,12 +250,14 @@ class Worker:
                 remedy="Lower the learning rate, or look at the batch of that update.",
             )
         if self._links.exchange is not None:
+            self._busy = None  # it waits for others, which has a deadline of its own
             total = self._links.exchange.total(
                 own,
                 stage=self.index,
                 update=self.progress.num_updates,
                 deadline_seconds=self._deadline_seconds,
             )
+            self._busy = (op, monotonic())
         scale = clip_scale(total, clip_norm=self._clip_norm)
         self.updates.append(self._stage.update(scale=scale, gradient_norm=own**0.5))
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from time import monotonic
+from typing import Final
 
-from ...orchestrator.errors import RunErrorCode, RunInterruptedError
+from ...orchestrator.errors import DeadlineError, RunErrorCode, RunInterruptedError
+
+WATCH_SECONDS: Final = 0.1
+"""How often threads are looked at."""
+
+
+def _nothing() -> None:
+    """Finds nothing late."""
 
 
 class Halt:
@@ -65,26 +72,45 @@ class DeviceClock:
             self._stopped.wait(remaining)
 
 
-def run_threads(workers: Sequence[tuple[str, Callable[[], None]]], halt: Halt) -> None:
+def run_threads(
+    workers: Sequence[tuple[str, Callable[[], None]]],
+    halt: Halt,
+    *,
+    watch: Callable[[], None] = _nothing,
+) -> None:
     """Run every worker, given as a name and its loop, in a thread of its own.
 
-    The first error, also of this thread, stops them all and is left in `halt`.
+    The first error, also of this thread, stops them all and is left in `halt`. `watch` is called
+    again and again; when it raises `DeadlineError`, threads that have not ended are left behind.
     """
-    with ThreadPoolExecutor(len(workers), thread_name_prefix="pipeline-stage") as pool:
-        futures = [pool.submit(run) for _, run in workers]
-        try:
-            for (name, _), future in zip(workers, futures, strict=True):
-                future.add_done_callback(partial(_stop_on_error, halt, name))
-            wait(futures)
-        finally:
-            if not all(future.done() for future in futures):
-                halt.stop(
-                    RunInterruptedError("training was interrupted.", code=RunErrorCode.INTERRUPTED)
-                )
-
-
-def _stop_on_error(halt: Halt, name: str, future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None and halt.error is None:
-        error.add_note(f"in {name} of the pipeline")
+    threads = [
+        threading.Thread(target=_run, args=(name, run, halt), name=f"pipeline {name}", daemon=True)
+        for name, run in workers
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, watch)
+    except DeadlineError as error:
         halt.stop(error)
+    except BaseException:
+        halt.stop(RunInterruptedError("training was interrupted.", code=RunErrorCode.INTERRUPTED))
+        with contextlib.suppress(DeadlineError):
+            _join(threads, watch)
+        raise
+
+
+def _join(threads: Sequence[threading.Thread], watch: Callable[[], None]) -> None:
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(WATCH_SECONDS)
+            watch()
+
+
+def _run(name: str, run: Callable[[], None], halt: Halt) -> None:
+    try:
+        run()
+    except BaseException as error:
+        if halt.error is None:
+            error.add_note(f"in {name} of the pipeline")
+            halt.stop(error)
