@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections import Counter
@@ -316,8 +317,29 @@ def test_a_worker_that_waits_too_long_says_for_what() -> None:
     tasks = [[FusedTask(0, 0, 0, is_backward=False), FusedTask(0, 0, 0, is_backward=True)], []]
     with pytest.raises(ConfigError, match="worker 0 at the backward"):
         check_tasks(tasks, placement)
-    with pytest.raises(DeadlineError, match=r"worker 0 waited 0\.05 s for the input"):
-        run_fused(_models(placement), _inputs(1), tasks, placement, deadline_seconds=0.05)
+    with pytest.raises(DeadlineError, match=r"worker 0 waited 0\.5 s for the input"):
+        run_fused(_models(placement), _inputs(1), tasks, placement, deadline_seconds=0.5)
+
+
+def test_a_worker_that_hangs_while_none_waits_for_it_is_left_behind() -> None:
+    go_on = threading.Event()
+
+    def hanging(output: torch.Tensor, number: int) -> torch.Tensor:
+        go_on.wait()
+        return _loss(output, number)
+
+    placement = Placement(num_workers=1, num_stages=(1, 1))
+    first, second = _models(placement)
+    models = (dataclasses.replace(first, loss=hanging), second)
+    order = serial_order(placement, model=0, num_micro_batches=1)
+    tasks = fused_tasks(order, placement, num_micro_batches=1)
+    place = rf"a thread of process {os.getpid()} on host .+"
+    at = rf"worker 0 \({place}\) has been at the .+ of micro-batch 0 on stage 0"
+    try:
+        with pytest.raises(DeadlineError, match=at):
+            run_fused(models, _inputs(1), tasks, placement, deadline_seconds=0.5)
+    finally:
+        go_on.set()
 
 
 class _Scaled(torch.nn.Module):

@@ -461,9 +461,9 @@ class Stuck(torch.nn.Module):
 def test_expired_wait_names_stage_and_micro_batch() -> None:
     stuck = Stuck()
     modules = [*make_modules(1), stuck, *make_modules(1)]
-    trainer = make_trainer(num_stages=3, modules=modules, deadline_seconds=0.2)
+    trainer = make_trainer(num_stages=3, modules=modules, deadline_seconds=1.0)
 
-    wait = r"stage [02] waited 0\.2 s for the (activation|gradient) of micro-batch 0 from stage 1"
+    wait = r"stage [02] waited 1 s for the (activation|gradient) of micro-batch 0 from stage 1"
     with pytest.raises(DeadlineError, match=wait):
         trainer.train(make_batches(5))
     stuck.released.set()
@@ -474,9 +474,9 @@ def test_a_stage_that_never_returns_is_left_behind(num_stages: int) -> None:
     """By itself it is named by its operation; before that, whoever waits for it names it."""
     stuck = Stuck()
     modules = [stuck, *make_modules(num_stages - 1)]
-    trainer = make_trainer(num_stages=num_stages, modules=modules, deadline_seconds=0.2)
+    trainer = make_trainer(num_stages=num_stages, modules=modules, deadline_seconds=1.0)
     alone = rf"stage 0 \(a thread of process {os.getpid()} on host .+\) has been at the forward of "
-    awaited = r"stage 1 waited 0\.2 s for the activation of "
+    awaited = r"stage 1 waited 1 s for the activation of "
     words = alone if num_stages == 1 else awaited
     try:
         with pytest.raises(DeadlineError, match=f"{words}micro-batch 0"):

@@ -11,24 +11,16 @@ micro-batches in flight, each stage then at a version of its own.
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 
-from ...orchestrator.errors import (
-    ConfigError,
-    DeadlineError,
-    RunErrorCode,
-    RunInterruptedError,
-)
-from ..torch_support.stage_threads import DeviceClock, Halt, run_threads
+from ...orchestrator.errors import ConfigError, RunErrorCode, RunInterruptedError
+from ..torch_support.stage_threads import DeviceClock, Halt, StageThread, run_threads
 from .channels import Inbox, Message, NormExchange
 from .clock import StageSeconds, jitter_factors
 from .schedule import OpKind, Progress, Schedule
@@ -180,9 +172,9 @@ class PipelineTrainer:
         workers = self._make_workers(Source(micro_batches, drain=self._drain), halt, drain=drain)
         try:
             run_threads(
-                [(f"stage {worker.index}", worker.run) for worker in workers],
+                [StageThread(name=f"stage {w.index}", run=w.run, busy=w.busy) for w in workers],
                 halt,
-                watch=partial(self._check_progress, workers, halt),
+                deadline_seconds=self.config.deadline_seconds,
             )
         finally:
             self._failed = halt.error
@@ -250,20 +242,6 @@ class PipelineTrainer:
             )
             for stage in self.stages
         ]
-
-    def _check_progress(self, workers: Sequence[Worker], halt: Halt) -> None:
-        """Raise `DeadlineError` for a stage that hangs. One that others wait for they name first,
-        and then it has had its time."""
-        seconds = self.config.deadline_seconds * (1 if halt.error is not None else 2)
-        for worker in workers:
-            if (op := worker.overdue(seconds)) is not None:
-                raise DeadlineError(
-                    f"stage {worker.index} (a thread of process {os.getpid()} on host "
-                    f"{socket.gethostname()}) has been at the {op.kind} of micro-batch "
-                    f"{op.micro_batch} for {seconds:g} s.",
-                    code=RunErrorCode.NO_PROGRESS,
-                    remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
-                )
 
     def _check_usable(self) -> None:
         if self._failed is not None:

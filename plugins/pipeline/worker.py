@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...orchestrator.errors import RunError, RunErrorCode
-from ..torch_support.stage_threads import DeviceClock, Halt
+from ..torch_support.stage_threads import Busy, DeviceClock, Halt
 from .channels import Inbox, Message, NormExchange, Outlet
 from .clock import StageSeconds
 from .schedule import Op, OpKind, Progress, Schedule, candidates
@@ -114,6 +114,7 @@ class Worker:
         report: Callable[[], None] = _nothing,
     ) -> None:
         self.index = stage.index
+        self.busy = Busy()
         self.progress = progress
         self.losses: list[MicroBatchLoss] = []
         self.updates: list[UpdateRecord] = []
@@ -130,18 +131,11 @@ class Worker:
         self._drain = drain
         self._report = report
         self._end: int | None = None
-        self._busy: tuple[Op, float] | None = None
 
     @property
     def waiting(self) -> dict[tuple[OpKind, int], Message]:
         """Messages that arrived for operations after the end."""
         return self._links.inbox.waiting
-
-    def overdue(self, seconds: float) -> Op | None:
-        """The operation that the stage itself has been at for longer than this, if it is at one.
-        Safe from any thread."""
-        busy = self._busy
-        return busy[0] if busy is not None and monotonic() - busy[1] > seconds else None
 
     def run(self) -> None:
         """Work until the source has ended and everything is done, or the pipeline stops."""
@@ -204,7 +198,7 @@ class Worker:
             self._links.following.close(total)
 
     def _execute(self, op: Op, message: Message | None) -> None:
-        self._busy = (op, monotonic())
+        self.busy.begin(f"the {op.kind} of micro-batch {op.micro_batch}")
         start = self._links.clock.now()
         own, link = next(self._factors)
         device = _Device(seconds=self._seconds.of(op.kind) * own, link=self._link_seconds * link)
@@ -213,9 +207,9 @@ class Worker:
         elif op.kind is OpKind.BACKWARD:
             self._backward(op, message, start, device)
         else:
-            self._update(op)
+            self._update()
             self._finish(op, start, device)
-        self._busy = None
+        self.busy.end()
         self.progress = self.progress.after(op)
 
     def _forward(self, op: Op, message: Message, start: float, device: _Device) -> None:
@@ -240,7 +234,7 @@ class Worker:
             sent = Message(tensor=gradient, arrives=device.arrival())
             self._links.previous.put(OpKind.BACKWARD, op.micro_batch, sent)
 
-    def _update(self, op: Op) -> None:
+    def _update(self) -> None:
         own = total = self._stage.accumulated.squared_norm()
         if not math.isfinite(own):
             raise RunError(
@@ -250,14 +244,14 @@ class Worker:
                 remedy="Lower the learning rate, or look at the batch of that update.",
             )
         if self._links.exchange is not None:
-            self._busy = None  # it waits for others, which has a deadline of its own
+            self.busy.end()  # others are waited for, with a deadline
             total = self._links.exchange.total(
                 own,
                 stage=self.index,
                 update=self.progress.num_updates,
                 deadline_seconds=self._deadline_seconds,
             )
-            self._busy = (op, monotonic())
+            self.busy.begin(f"update {self.progress.num_updates + 1}")
         scale = clip_scale(total, clip_norm=self._clip_norm)
         self.updates.append(self._stage.update(scale=scale, gradient_norm=own**0.5))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...orchestrator.errors import DeadlineError, RunErrorCode
 from .fused_order import FusedTask, Placement
-from .stage_threads import DeviceClock, Halt, run_threads
+from .stage_threads import Busy, DeviceClock, Halt, StageThread, run_threads
 
 Loss = Callable[[Tensor, int], Tensor]
 """`loss(output, micro_batch)`: this micro-batch's share of the loss, a scalar."""
@@ -117,7 +117,7 @@ def run_fused(
     """Forward and backward of both models over all micro-batches, as `fused_tasks` orders them.
 
     No weight changes. Raises what a stage or a loss raised, `DeadlineError` for a wait between
-    workers that took longer than `deadline_seconds`.
+    workers that took longer than `deadline_seconds` or a worker that hangs.
     """
     halt = Halt()
     shared = _Shared(
@@ -130,7 +130,11 @@ def run_fused(
         clock=DeviceClock(halt.event),
     )
     workers = [_Worker(index, line, shared) for index, line in enumerate(tasks)]
-    run_threads([(f"worker {worker.index}", worker.run) for worker in workers], halt)
+    run_threads(
+        [StageThread(name=f"worker {w.index}", run=w.run, busy=w.busy) for w in workers],
+        halt,
+        deadline_seconds=deadline_seconds,
+    )
     if halt.error is not None:
         raise halt.error
     first, second = (tuple(stage.sums for stage in model) for model in shared.sums)
@@ -211,13 +215,17 @@ class _Worker:
     shared: _Shared
     spans: list[TaskSpan] = field(default_factory=list)
     held_counts: set[tuple[int, int]] = field(default_factory=set)
+    busy: Busy = field(default_factory=Busy)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
 
     def run(self) -> None:
         """Every task in order."""
         for task in self.tasks:
             self.shared.halt.check()
-            self._run(task, self._input(task))
+            message = self._input(task)
+            self.busy.begin(str(task))
+            self._run(task, message)
+            self.busy.end()
             numbers = [model for model, _ in self._held]
             self.held_counts.add((numbers.count(0), numbers.count(1)))
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -12,10 +16,6 @@ from ...orchestrator.errors import DeadlineError, RunErrorCode, RunInterruptedEr
 
 WATCH_SECONDS: Final = 0.1
 """How often threads are looked at."""
-
-
-def _nothing() -> None:
-    """Finds nothing late."""
 
 
 class Halt:
@@ -72,21 +72,46 @@ class DeviceClock:
             self._stopped.wait(remaining)
 
 
-def run_threads(
-    workers: Sequence[tuple[str, Callable[[], None]]],
-    halt: Halt,
-    *,
-    watch: Callable[[], None] = _nothing,
-) -> None:
-    """Run every worker, given as a name and its loop, in a thread of its own.
+class Busy:
+    """What a thread is at by itself, waiting for no other; noted by the thread, read by any."""
 
-    The first error, also of this thread, stops them all and is left in `halt`. `watch` is called
-    again and again; when it raises `DeadlineError`, threads that have not ended are left behind.
+    def __init__(self) -> None:
+        self._noted: tuple[str, float] | None = None
+
+    def begin(self, what: str) -> None:
+        """It is at this from now on."""
+        self._noted = (what, monotonic())
+
+    def end(self) -> None:
+        """It is at nothing, or waits for others."""
+        self._noted = None
+
+    def overdue(self, seconds: float) -> str:
+        """What it has been at for longer than this; empty for nothing."""
+        noted = self._noted
+        return noted[0] if noted is not None and monotonic() - noted[1] > seconds else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageThread:
+    """A loop with its name in errors, and what it is at."""
+
+    name: str
+    run: Callable[[], None]
+    busy: Busy
+
+
+def run_threads(workers: Sequence[StageThread], halt: Halt, *, deadline_seconds: float) -> None:
+    """Run every worker in a thread of its own.
+
+    The first error, also of this thread, stops them all and is left in `halt`. A worker that is at
+    one thing for twice the deadline hangs: that is an error too, and its thread is left behind.
     """
     threads = [
-        threading.Thread(target=_run, args=(name, run, halt), name=f"pipeline {name}", daemon=True)
-        for name, run in workers
+        threading.Thread(target=_run, args=(worker, halt), name=worker.name, daemon=True)
+        for worker in workers
     ]
+    watch = partial(_check_progress, workers, halt, deadline_seconds=deadline_seconds)
     try:
         for thread in threads:
             thread.start()
@@ -100,6 +125,20 @@ def run_threads(
         raise
 
 
+def _check_progress(workers: Sequence[StageThread], halt: Halt, *, deadline_seconds: float) -> None:
+    """Raise `DeadlineError` for a worker that hangs. One that others wait for they name first, and
+    then it has had its time."""
+    seconds = deadline_seconds * (1 if halt.error is not None else 2)
+    for worker in workers:
+        if what := worker.busy.overdue(seconds):
+            raise DeadlineError(
+                f"{worker.name} (a thread of process {os.getpid()} on host "
+                f"{socket.gethostname()}) has been at {what} for {seconds:g} s.",
+                code=RunErrorCode.NO_PROGRESS,
+                remedy="Look at that stage, or raise deadline_seconds if it is only slow.",
+            )
+
+
 def _join(threads: Sequence[threading.Thread], watch: Callable[[], None]) -> None:
     for thread in threads:
         while thread.is_alive():
@@ -107,10 +146,12 @@ def _join(threads: Sequence[threading.Thread], watch: Callable[[], None]) -> Non
             watch()
 
 
-def _run(name: str, run: Callable[[], None], halt: Halt) -> None:
+def _run(worker: StageThread, halt: Halt) -> None:
     try:
-        run()
+        worker.run()
     except BaseException as error:
         if halt.error is None:
-            error.add_note(f"in {name} of the pipeline")
+            error.add_note(f"in {worker.name} of the pipeline")
             halt.stop(error)
+    finally:
+        worker.busy.end()
