@@ -13,8 +13,8 @@ from deltaloom.orchestrator.errors import PluginError
 from deltaloom.orchestrator.inspect import StoredRun
 from deltaloom.orchestrator.run import RunRequest, prepare
 
+from .ppo_support import TINY_PPO
 from .run_support import deltaloom, tiny_pipeline, versions
-from .test_ppo_pipeline import TINY_PPO
 
 FUSED = ("--set", 'pipeline.fusion=["fusion-inter"]')
 

@@ -22,42 +22,9 @@ from deltaloom.plugins.inference.values import Values, ValuesConfig
 from deltaloom.plugins.models.transformer import CharacterTokenizer
 from deltaloom.plugins.scorers.preference import RewardModel
 
-from .ppo_support import group_with
+from .ppo_support import group_with, tiny_ppo
 from .rl_support import make_group, make_rollout, small_model
 from .run_support import REPOSITORY, deltaloom, versions
-
-TINY_PPO = """
-from deltaloom.orchestrator import (
-    Pipeline, Prompt, infer, join, publish, rollout, score, source, train, use,
-)
-from deltaloom.plugins.scorers.exact import position_match
-
-
-def prompts(step, rng):
-    texts = ["".join(rng.choices("0123456789", k=2)) for _ in range(4)]
-    return [Prompt(text + "=", answer=text[::-1]) for text in texts]
-
-
-pipeline = Pipeline(
-    source(prompts, to="prompts"),
-    rollout("prompts", to="groups", group_size=4, max_new_tokens=3, prompts_per_task=2),
-    score("groups", to="rewards", by=position_match),
-    infer("groups", to="with_values", by="values"),
-    infer("groups", to="with_reference", by="reference"),
-    join("rewards", "with_values", "with_reference", to="complete"),
-    train("complete", algorithm=use("ppo", kl_coefficient=0.1), lr=1e-2),
-    publish(codec="raw", anchor_every=4, state_every=3),
-    model=use("actor-critic", num_layers=1, hidden_size=16, num_heads=2, critic_layers=1,
-              critic_hidden_size=16),
-    steps=4,
-)
-"""
-
-
-def _tiny_ppo(folder: Path) -> Path:
-    path = folder / "ppo.py"
-    path.write_text(TINY_PPO, encoding="utf-8")
-    return path
 
 
 def _batch(run_dir: Path, version: int) -> dict[str, np.ndarray]:
@@ -117,7 +84,7 @@ def test_reference_logprobs_are_those_of_the_uniform_first_policy() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_inference_nodes_resumes_and_replays_to_the_bit(tmp_path: Path) -> None:
-    pipeline = _tiny_ppo(tmp_path)
+    pipeline = tiny_ppo(tmp_path)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert deltaloom("run", pipeline, "--run-dir", whole).status == 0
     assert deltaloom("run", pipeline, "--run-dir", parted, "--steps", "2").status == 0
@@ -130,7 +97,7 @@ def test_a_run_with_inference_nodes_resumes_and_replays_to_the_bit(tmp_path: Pat
 @pytest.mark.slow
 def test_columns_of_inference_nodes_are_stored_and_a_run_can_be_simulated(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    done = deltaloom("run", _tiny_ppo(tmp_path), "--run-dir", whole)
+    done = deltaloom("run", tiny_ppo(tmp_path), "--run-dir", whole)
     assert done.status == 0, done.err
     simulated = deltaloom(
         "simulate", "fusion", "--run", whole, "--num-instances", "2", "--json"

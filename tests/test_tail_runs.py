@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from .ppo_support import TINY_PPO
 from .run_support import deltaloom
 from .test_fusion_by_group import contents
-from .test_ppo_pipeline import TINY_PPO
 
 ENGINE = """
 import os

@@ -19,6 +19,7 @@ from deltaloom.plugins.models.titan import TitanModel, TitanModelConfig
 from deltaloom.plugins.titan_support.architecture import hf_config
 from deltaloom.plugins.titan_support.names import Family
 
+from .ppo_support import plain_ppo
 from .resume_support import task_lines
 from .rl_support import small_model
 from .run_support import Done, deltaloom
@@ -227,6 +228,11 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with (
         titan_trainer(2, model=small_model(), tensor_parallel=2) as trainer,
         pytest.raises(ConfigError, match="tensor_parallel must be 1 for model 'transformer'"),
+    ):
+        trainer.initialize(seed=0)
+    with (
+        titan_trainer(1, algorithm=plain_ppo()) as trainer,
+        pytest.raises(ConfigError, match="trains a critic; model 'titan' has none"),
     ):
         trainer.initialize(seed=0)
     for options, part in (

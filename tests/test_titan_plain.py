@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor
 
+from deltaloom.plugins.models.actor_critic import ActorCritic, ActorCriticConfig
 from deltaloom.plugins.titan_support.module import RankModule, is_of_torchtitan
 from deltaloom.plugins.titan_support.parallelism import Parallelism
-from deltaloom.plugins.titan_support.plain_module import layers_of
+from deltaloom.plugins.titan_support.plain_module import lists_of_layers
 from deltaloom.plugins.torch_support.tensor_bits import policy_tensors
 from deltaloom.plugins.torch_support.transformer import FeedForward
 from deltaloom.storage.shares import row_shares
@@ -80,13 +82,33 @@ def test_layers_are_computed_again_where_asked(
     assert len(calls) == passes * 2
 
 
-def test_layers_are_the_largest_list_of_modules() -> None:
-    model = nn.ModuleDict(
-        {
-            "experts": nn.ModuleList([nn.Linear(2, 2)] * 3),
-            "layers": nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)]),
-        }
-    )
-    assert layers_of(model) is model["layers"]
-    assert len(layers_of(nn.Linear(2, 2))) == 0
+def test_lists_of_layers_are_those_in_no_other_list() -> None:
+    layers = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})])
+    critic = nn.ModuleList([nn.Linear(3, 3)])
+    model = nn.ModuleDict({"actor": nn.ModuleDict({"layers": layers}), "critic": critic})
+    found = lists_of_layers(model)
+    assert [id(item) for item in found] == [id(layers), id(critic)]
+    assert not lists_of_layers(nn.Linear(2, 2))
     assert not is_of_torchtitan(small_model())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_critic_is_computed_and_clipped_apart() -> None:
+    sizes: Any = {"hidden_size": 16, "num_heads": 2, "critic_hidden_size": 16}
+    model = ActorCritic(ActorCriticConfig(num_layers=1, critic_layers=1, **sizes))
+    whole: Any = model.build(seed=3)
+    alone = Parallelism(num_ranks=1, tensor_parallel=1, compute_dtype="float32")
+    module = RankModule(model, seed=3, parallelism=alone)
+    assert module.has_critic
+    assert not _rank_module().has_critic
+    values, wanted = module.values(TOKENS, PLACES), whole.values(TOKENS, at=PLACES)
+    assert torch.equal(values, wanted)
+    shapes = [[tuple(p.shape) for p in part] for part in module.parts()]
+    assert shapes == [[tuple(p.shape) for p in part] for part in whole.parts()]
+    assert len(shapes) == 2
+    for output in (values, wanted):
+        torch.autograd.backward((output - 1.0).square().sum())
+    for cut, parameter in zip(module.parts()[1], whole.parts()[1], strict=True):
+        assert (cut.grad is None) == (parameter.grad is None)
+        if isinstance(cut.grad, DTensor) and parameter.grad is not None:
+            assert torch.equal(cut.grad.to_local(), parameter.grad)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from deltaloom.orchestrator.interfaces import Model
+from deltaloom.orchestrator.interfaces import Algorithm, Model
 from deltaloom.orchestrator.types import SamplingParams, TrainBatch
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.models.titan import TitanModel, TitanModelConfig
@@ -71,11 +71,17 @@ def single_process_trainer(
 
 @contextmanager
 def titan_trainer(
-    num_ranks: int, *, family: Family = "llama3", model: Model | None = None, **options: Any
+    num_ranks: int,
+    *,
+    family: Family = "llama3",
+    model: Model | None = None,
+    algorithm: Algorithm | None = None,
+    **options: Any,
 ) -> Iterator[TitanTrainer]:
     """A trainer whose ranks end with the block."""
     config = TitanTrainerConfig(num_ranks=num_ranks, **options)
-    trainer = TitanTrainer(config, model=model or titan_model(family), **_parts())
+    parts = _parts() | ({"algorithm": algorithm} if algorithm else {})
+    trainer = TitanTrainer(config, model=model or titan_model(family), **parts)
     try:
         yield trainer
     finally:

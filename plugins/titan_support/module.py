@@ -6,8 +6,8 @@ any number of ranks starts from the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,22 @@ class RankModule:
     def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
         """Logits float32 [n, V] at flat places `at` int64 [n] of `tokens` int64 [B, T]."""
         return self._sharded.logits(tokens, at).float()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the module has values of states beside its logits."""
+        return hasattr(self._sharded.module, "values")
+
+    def values(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """The critic's values float32 [n] of the states that end at flat places `at`."""
+        critic: Any = self._sharded.module
+        found: Tensor = critic.values(tokens, at=at)
+        return found.float()
+
+    def parts(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters whose gradients are clipped together: a critic's apart."""
+        module: Any = self._sharded.module
+        return module.parts() if hasattr(module, "parts") else [list(module.parameters())]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The masters that are trained, under the module's names, a tied one once."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ...orchestrator.interfaces import Model
 from ..torch_support.tensor_bits import tied_names
@@ -34,14 +39,11 @@ class PlainModule:
         return {name: tensor for name, tensor in tensors.items() if name not in self._tied}
 
 
-def layers_of(module: nn.Module) -> nn.ModuleList:
-    """The list of modules that holds the most elements; an empty one without any."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=_num_elements, default=nn.ModuleList())
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def lists_of_layers(module: nn.Module) -> list[nn.ModuleList]:
+    """The lists of modules that are in no other one: actor's and critic's layers, not experts."""
+    if isinstance(module, nn.ModuleList):
+        return [module]
+    return [found for child in module.children() for found in lists_of_layers(child)]
 
 
 def _sharded(module: nn.Module, parallelism: Parallelism) -> nn.Module:
@@ -50,12 +52,14 @@ def _sharded(module: nn.Module, parallelism: Parallelism) -> nn.Module:
     mesh = init_device_mesh(device.type, (parallelism.num_ranks,))
     compute_dtype: torch.dtype = getattr(torch, parallelism.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layers = layers_of(module)
-    if parallelism.gradient_checkpointing:
+    lists = lists_of_layers(module)
+    for layers in lists if parallelism.gradient_checkpointing else ():
         for index, layer in enumerate(layers):
             layers[index] = checkpoint_wrapper(layer)
-    for part in (*layers, module):
+    for part in (*chain.from_iterable(lists), module):
         sharded = fully_shard(part, mesh=mesh, mp_policy=precision)
         sharded.set_gradient_divide_factor(1.0)
+    if hasattr(module, "values"):
+        register_fsdp_forward_method(module, "values")
     cpu.sum_gradients_plainly(module)
     return module.to(device)

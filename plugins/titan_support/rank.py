@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +30,7 @@ from ...storage.shares import Shares, row_shares
 from ..torch_support.determinism import compute_threads, deterministic
 from ..torch_support.metrics import MetricSums
 from ..torch_support.micro_batches import BatchTotals, MicroBatch
-from ..torch_support.policy_loss import PolicyLoss
+from ..torch_support.policy_loss import PolicyLoss, without_critic
 from ..torch_support.tensor_bits import dtype_named
 from ..torch_support.trainer_state import group_values
 from .module import RankModule
@@ -118,10 +119,15 @@ class Rank:
         )
 
     def initialize(self, seed: int) -> tuple[tuple[TensorSpec, ...], Mapping[str, Place]]:
-        """Start at v0. Collective. Returns the policy's tensors and where own masters lie."""
+        """Start at v0. Collective. Returns the policy's tensors and where own masters lie.
+
+        Raises `ConfigError` for an algorithm with a critic and a model without one.
+        """
         setup = self._setup
         self._seed = seed
         self._module = RankModule(setup.model, seed=seed, parallelism=setup.parallelism)
+        if self._uses_values and not self._module.has_critic:
+            raise without_critic(setup.algorithm, setup.model)
         self._named = self._module.named_parameters()
         self._optimizer = setup.optimizer.build(self._named)
         self._schedule = scheduled(self._optimizer, setup.learning_rate)
@@ -234,14 +240,24 @@ class Rank:
     def _accumulate(self, micro: MicroBatch, totals: BatchTotals, sums: MetricSums) -> None:
         """Add one micro-batch's gradients. Every rank must go backward, also for nothing."""
         logits = self._module.forward(micro.inputs, micro.at)
-        loss = self._loss()(logits, micro, totals=totals, sums=sums)
+        values = None
+        if self._uses_values:
+            values = micro.padded(self._module.values(micro.inputs, micro.at))
+        loss = self._loss()(logits, micro, totals=totals, sums=sums, values=values)
         if not loss.requires_grad:
             loss = loss + 0.0 * logits.sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
+    @property
+    def _uses_values(self) -> bool:
+        return bool(getattr(self._setup.algorithm, "uses_values", False))
+
     def _clip(self) -> float:
-        """Scale all ranks' gradients by their common norm; that norm."""
-        parameters = [p for _, p in self._named if p.grad is not None]
+        """Scale all ranks' gradients, each part's by its own norm; the norm of all."""
+        return math.hypot(*(self._clip_part(part) for part in self._module.parts()))
+
+    def _clip_part(self, part: Sequence[nn.Parameter]) -> float:
+        parameters = [p for p in part if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

@@ -38,8 +38,8 @@ class ActorCritic(CausalDecoder):
 
     def values(self, tokens: Tensor, *, at: Tensor) -> Tensor:
         """The critic's values [n] of the states that end at flat places `at` of `tokens`."""
-        result: Tensor = self.critic(tokens, at=at)
-        return result
+        values: Tensor = self.critic(tokens, at=at)
+        return values.clone()  # no view: FSDP2 hooks its backward pass on what comes out
 
     def cut_parts(
         self, num_actor_stages: int, num_critic_stages: int

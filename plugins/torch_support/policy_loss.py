@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...orchestrator.interfaces import Algorithm, LossInputs
+from ...orchestrator.errors import ConfigError, RunErrorCode
+from ...orchestrator.interfaces import Algorithm, LossInputs, Model
 from .metrics import MetricSums
 from .micro_batches import BatchTotals, MicroBatch
 from .sampling import sampled_distribution
@@ -68,3 +69,12 @@ class PolicyLoss:
             logits, temperature=self.temperature, top_p=self.top_p, drawn=micro.targets
         )
         return distribution, distribution.gather(1, micro.targets.unsqueeze(1)).squeeze(1)
+
+
+def without_critic(algorithm: Algorithm, model: Model) -> ConfigError:
+    """The error of an algorithm that trains a critic on a model that has none."""
+    return ConfigError(
+        f"algorithm {algorithm.name!r} trains a critic; model {model.name!r} has none.",
+        code=RunErrorCode.WRONG_TYPE,
+        remedy="Use a model with one: Pipeline(model=use('actor-critic', ...)).",
+    )

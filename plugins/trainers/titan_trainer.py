@@ -113,12 +113,14 @@ class TitanTrainer(TorchTrainer):
     def initialize(self, *, seed: int) -> None:
         """Start fresh ranks at v0, the model's own initial weights.
 
-        Raises `PluginError` without the extra, `ConfigError` for an algorithm with a critic, and
-        under tensor parallelism for tied embeddings and models that torchtitan lacks.
+        Raises `PluginError` without the extra, `ConfigError` for an algorithm with a critic and a
+        model without one, and under tensor parallelism for tied embeddings and models that
+        torchtitan lacks.
         """
         from ..titan_support.mesh import Hosts, RankMesh
 
-        self._check()
+        if self._config.tensor_parallel > 1:
+            self._check_tensor_parallel()
         self._seed = seed
         self._num_updates = 0
         self.close()
@@ -315,16 +317,6 @@ class TitanTrainer(TorchTrainer):
             num_threads=self._num_threads,
             collective_seconds=config.collective_seconds,
         )
-
-    def _check(self) -> None:
-        if self._config.tensor_parallel > 1:
-            self._check_tensor_parallel()
-        if getattr(self._algorithm, "uses_values", False):
-            raise ConfigError(
-                f"algorithm {self._algorithm.name!r} trains a critic; trainer 'titan' has none.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Use an algorithm without one, such as 'grpo'.",
-            )
 
     def _check_tensor_parallel(self) -> None:
         from ..titan_support.architecture import check_tensor_parallel

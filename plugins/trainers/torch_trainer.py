@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...orchestrator.config import option
-from ...orchestrator.errors import ConfigError, RunError, RunErrorCode
+from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
 from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
@@ -293,16 +293,13 @@ class TorchTrainer:
 
     def _values(self, module: torch.nn.Module, micro: MicroBatch) -> torch.Tensor | None:
         """The critic's value before each token [n, T], for an algorithm that wants them."""
+        from ..torch_support.policy_loss import without_critic
+
         if not getattr(self._algorithm, "uses_values", False):
             return None
         critic = getattr(module, "values", None)
         if critic is None:
-            raise ConfigError(
-                f"algorithm {self._algorithm.name!r} trains a critic; model "
-                f"{self._model.name!r} has none.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Use a model with one: Pipeline(model=use('actor-critic', ...)).",
-            )
+            raise without_critic(self._algorithm, self._model)
         return micro.padded(critic(micro.inputs, at=micro.at))
 
     def _clip(self, module: torch.nn.Module, step: int) -> float:
