@@ -99,10 +99,11 @@ def bit_distance(first: PolicyTensors, second: PolicyTensors) -> BitDistance:
 def compare_runs(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     """Two runs version by version: weights, ledger, batch, accounting; the first difference.
 
-    `config` lists options that differ; they alone make no difference (workers may race).
+    `config` lists options that differ; they alone make no difference (workers may race). Raises
+    `NotFoundError` for a run without a version.
     """
-    found = next(_run_differences(first, second), None)
     heads = [run.repository.head(run.branch).version for run in (first, second)]
+    found = next(_run_differences(first, second), None)
     return {
         "identical": found is None,
         "versions": heads,

@@ -1,4 +1,4 @@
-"""Stopping a run that trains on nothing because nothing is valid."""
+"""Runs that train on nothing: stopped when nothing is valid, never called done."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ class EmptySteps:
         self._count = self._count + 1 if invalid and not trained else 0
         if self._count < self._limit:
             return
-        top = sorted(closed.reasons.items(), key=lambda item: -item[1])[:3]
-        reasons = "; ".join(f"{why} ({number} rollouts)" for why, number in top)
-        raise RunError(
-            f"{self._count} steps in a row had no valid rollout to train on, last step "
-            f"{outcome.step}: {closed.line()}. Reasons: {reasons}.",
-            code=RunErrorCode.NOTHING_TRAINED,
-            remedy="Look at the scorer, and at the workers' logs.",
-        )
+        words = f"{self._count} steps in a row had no valid rollout to train on, last step"
+        raise nothing_trained(f"{words} {outcome.step}", closed)
+
+
+def nothing_trained(what: str, closed: Accounting) -> RunError:
+    """The error of a run without anything to train on, with the commonest reasons."""
+    top = sorted(closed.reasons.items(), key=lambda item: -item[1])[:3]
+    reasons = "; ".join(f"{why} ({number} rollouts)" for why, number in top)
+    return RunError(
+        f"{what}: {closed.line()}. Reasons: {reasons}.",
+        code=RunErrorCode.NOTHING_TRAINED,
+        remedy="Look at what the reasons name: nodes, options or the scorer; and at the "
+        "workers' logs.",
+    )

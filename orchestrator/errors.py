@@ -55,6 +55,7 @@ class RunErrorCode(StrEnum):
     GUARD_PAUSED = "guard-paused"
     NO_TRANSPORT = "no-transport"
     STAGE_LOST = "stage-lost"
+    SYSTEM_ERROR = "system-error"
 
 
 class OrchestratorError(DeltaloomError):

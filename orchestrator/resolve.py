@@ -155,6 +155,7 @@ def resolve(
     nodes = {
         spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
     }
+    _check_group_size(nodes)
     trackers = tuple(
         _component(
             plugins,
@@ -178,6 +179,23 @@ def resolve(
         config=_plain(options, model, nodes, trackers, executor, planners)
         | {"guard": _plain_component(guard)},
     )
+
+
+def _check_group_size(nodes: Mapping[str, ResolvedNode]) -> None:
+    """Refuse groups that an algorithm with `min_group_size` drops one and all."""
+    trained = [node for node in nodes.values() if node.spec.role == "train"]
+    drawn = [node for node in nodes.values() if node.spec.role == "rollout"]
+    for train in trained:
+        algorithm = train.components["algorithm"]
+        least = getattr(algorithm.config, "min_group_size", 1)
+        for node in drawn:
+            if node.options.group_size < least:
+                raise ConfigError(
+                    f"{node.name}.group_size must be at least {least}, got "
+                    f"{node.options.group_size}: {train.name}.algorithm {algorithm.name!r} drops "
+                    "smaller groups (min_group_size).",
+                    code=RunErrorCode.WRONG_TYPE,
+                )
 
 
 def _executor(plugins: Plugins, name: str, tables: Mapping[str, Any]) -> ResolvedComponent:

@@ -133,6 +133,10 @@ def check_new(path: Path) -> RunDir:
     Raises `RunError`: RUN_EXISTS with the resume command, RUN_UNWRITABLE with the reason.
     """
     run_dir = RunDir(path.absolute())
+    try:
+        str(run_dir.path).encode()
+    except UnicodeEncodeError:
+        raise _unwritable(run_dir.path, "the name is not valid UTF-8") from None
     if run_dir.run_file.exists():
         raise RunError(
             f"{str(run_dir.path)!r} already holds a run.",

@@ -22,6 +22,7 @@ from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .direct_transport import RunOffering, offering_of
 from .driver import Driver
+from .empty_steps import nothing_trained
 from .errors import RunErrorCode, RunInterruptedError, RunPausedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .executor import Executor, WorkerBootstrap
@@ -282,7 +283,13 @@ class Session:
         ]:
             summary = recorder.summary(totals, seconds=0.0)
             run_dirs.write_json(self._run_dir.summary_file, summary)
+        self._check_trained(totals)
         return {**summary, **self._slice(), "already_finished": True}
+
+    def _check_trained(self, totals: Accounting) -> None:
+        """Refuse to call a run done that trained on none of its rollouts. Raises `RunError`."""
+        if self._prepared.plan.template.trains and totals.dispatched and not totals.trained:
+            raise nothing_trained("no step trained on anything", totals)
 
     def _replay(self, trainer: Trainer, info: CommitInfo) -> Divergence | None:
         faults = self._faults
@@ -367,6 +374,7 @@ class Session:
         )
         summary |= self._slice()
         run_dirs.write_json(self._run_dir.summary_file, summary)
+        self._check_trained(start.ledger.closed)
         self._end(halt, summary)
         return summary
 

@@ -221,6 +221,18 @@ class PolicyRepository:
         except NotFoundError:
             return None
 
+    def lost_parent(self, info: CommitInfo) -> VersionRef | None:
+        """The parent that is not there although no collection removed it: its object is lost.
+
+        A collection ends the backend's own history of what stays before what it removes.
+        """
+        parent = info.record.parent
+        if parent is None or self.find(parent) is not None:
+            return None
+        with self._looking_up(f"read the history of {self.where(info)}"):
+            snapshot = next(iter(self._backend.ancestry(snapshot_id=info.snapshot_id)))
+        return parent if snapshot.parent_id == parent.snapshot_id else None
+
     def branches(self) -> dict[str, str]:
         """Snapshot id of the head of each branch, by name."""
         with self._looking_up("list branches"):

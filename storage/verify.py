@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .attachments import check_attachments, list_attachments
 from .bits import PolicyTensors
 from .chain import CodecLookup, CodecState, check_target, fold
-from .errors import DeltaloomError, StorageError
+from .errors import DeltaloomError, ErrorCode, IntegrityError, StorageError
 from .folds import list_folds, read_folds
 from .layout import STATE_GROUP
 from .notes import check_notes
@@ -63,13 +63,15 @@ def verify(
 ) -> VerifyReport:
     """Check the versions of a branch (or those in `versions`), oldest first.
 
-    Of each are checked: record, tensor list, tables, trainer state, the anchor where there is
+    A version that is gone without having been collected is a fault, with all before it. Of each are
+    checked: record, tensor list, tables, trainer state, the anchor where there is
     one, the folds that lead to it, its attachments, and the tensors rebuilt by its delta; without
     `versions`, also the notes of the store. Raises nothing for damage: it is in the report.
     """
     known, attached = list_folds(repository), list_attachments(repository)
-    infos = [i for i in repository.log(branch) if versions is None or i.version in versions]
-    faults: list[Fault] = []
+    kept = repository.log(branch)
+    infos = [i for i in kept if versions is None or i.version in versions]
+    faults = _lost_versions(repository, kept[-1:])
     cursor: _Cursor | None = None
     for info in reversed(infos):
         found, cursor = _check_version(repository, codecs, info, cursor)
@@ -89,6 +91,20 @@ def verify(
     if versions is None:
         faults += [Fault(version=None, snapshot_id=n, error=e) for n, e in check_notes(repository)]
     return VerifyReport(num_versions=len(infos), faults=tuple(faults))
+
+
+def _lost_versions(repository: PolicyRepository, oldest: Sequence[CommitInfo]) -> list[Fault]:
+    """The version before the oldest one found, if its object is lost."""
+    faults = []
+    for info in oldest:
+        if lost := repository.lost_parent(info):
+            error = IntegrityError(
+                f"version {lost.version} ({lost.snapshot_id}) of {repository.location} is lost, "
+                "and with it the way to all before it.",
+                code=ErrorCode.OBJECT_MISSING,
+            )
+            faults.append(Fault(version=lost.version, snapshot_id=lost.snapshot_id, error=error))
+    return faults
 
 
 def _check_version(

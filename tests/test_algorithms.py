@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltaloom.orchestrator.batching import build_batch
 from deltaloom.orchestrator.errors import ConfigError
 from deltaloom.orchestrator.interfaces import LossInputs
 from deltaloom.plugins.algorithms._advantages import estimate
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.algorithms.reinforce import Reinforce, ReinforceConfig
+from deltaloom.plugins.algorithms.sft import Sft, SftConfig
 from deltaloom.plugins.torch_support.losses import aggregate
 
 from .rl_support import make_group
@@ -266,3 +269,29 @@ def test_options_out_of_range_are_refused(options: dict[str, object], message: s
 def test_reinforce_options_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="baseline must be one of none, mean, leave_one_out"):
         ReinforceConfig(baseline="median")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [GRPO(GRPOConfig()), Reinforce(ReinforceConfig()), Sft(SftConfig())]
+)
+def test_what_a_tool_wrote_is_not_trained_on(algorithm: GRPO | Reinforce | Sft) -> None:
+    scored = make_group([0.0, 1.0, 1.0], lengths=[2, 4, 3])
+    columns = {"token_mask": [np.array([1, 1]), np.array([1, 0, 0, 1]), np.zeros(3)]}
+    scored = replace(scored, group=replace(scored.group, extras=columns))
+    (decided,) = algorithm.advantages([scored])
+    assert decided.mask.tolist() == [True, True, False]
+    batch = build_batch([scored], [decided], policy_version=0)
+    assert batch.lengths.tolist() == [2, 4]
+    assert batch.mask.tolist() == [1, 1, 1, 0, 0, 1]
+
+
+def test_a_rollout_of_a_tool_alone_still_counts_in_the_baseline() -> None:
+    scored = make_group([0.0, 1.0, 2.0], lengths=[1, 1, 1])
+    columns = {"token_mask": [np.ones(1), np.ones(1), np.zeros(1)]}
+    group = replace(scored.group, extras=columns)
+    algorithm = GRPO(GRPOConfig(advantage="mean"))
+    (decided,) = algorithm.advantages([replace(scored, group=group)])
+    assert decided.values.tolist() == [-1.0, 0.0, 0.0]
+    nothing = replace(group, extras={"token_mask": [np.zeros(1)] * 3})
+    (decided,) = algorithm.advantages([replace(scored, group=nothing)])
+    assert decided.dropped == "no-trained-tokens"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from .run_support import deltaloom
+from .run_support import command, deltaloom
 
 LATE = """
 import atexit
@@ -41,3 +43,37 @@ def test_output_status_and_exit_handlers_outlive_the_interpreters_end(
     assert done.out if status == 0 else done.err
     left = {path.name for path in tmp_path.iterdir() if not path.suffix} - {"__pycache__"}
     assert left == ({"handled", "joined"} if status == 0 else set())
+
+
+def status_of(redirection: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status and standard error of a command with its output somewhere else."""
+    finished = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command(*arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    return finished.returncode, finished.stderr
+
+
+@pytest.mark.parametrize("arguments", [("plugins", "--json"), ("plugins",), ("--help",)])
+def test_output_that_cannot_be_written_is_one_line_and_no_success(
+    arguments: tuple[str, ...],
+) -> None:
+    status, errors = status_of("> /dev/full", *arguments)
+    assert status == 1
+    assert errors.startswith("error [system-error]: [Errno 28] No space left on device.")
+    assert "Traceback" not in errors
+
+
+def test_a_command_without_standard_output_ends_in_silence() -> None:
+    assert status_of(">&-", "plugins", "--json") == (0, "")
+
+
+def test_an_interpreter_without_assertions_is_refused_at_once() -> None:
+    """What zarr asserts of its metadata is also what takes it apart."""
+    status, errors = status_of("", "plugins", PYTHONOPTIMIZE="1")
+    assert status == 2
+    assert "error [system-error]: Python runs with -O" in errors

@@ -130,3 +130,10 @@ def test_the_resolved_configuration_is_complete() -> None:
     assert config["train"]["optimizer"]["name"] == "adamw"
     assert config["publish"]["codec"]["name"] == "raw"
     assert set(config) >= {"pipeline", "model", "source", "rollout", "score", "train", "publish"}
+
+
+def test_groups_too_small_for_the_algorithm_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.group_size must be at least 2, got 1"):
+        make("rollout.group_size=1")
+    assert make("rollout.group_size=1", "train.min_group_size=1").options.steps == 5
+    assert make("rollout.group_size=1", "train.algorithm=reinforce").options.steps == 5

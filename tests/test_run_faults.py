@@ -115,6 +115,23 @@ def test_a_run_whose_every_score_fails_stops_with_the_reason(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_a_run_whose_every_group_is_dropped_is_no_success(tmp_path: Path) -> None:
+    """Versions are committed, all with the weights of the first: nobody should find out later."""
+    pipeline = tiny_pipeline(
+        tmp_path,
+        functions="def none(groups):\n    return []\n",
+        nodes='node(none, "groups", to="kept", kind="groups"),',
+        scored_port="kept",
+        steps=2,
+    )
+    for words in (("run", pipeline, "--run-dir", tmp_path / "run"), ("resume", tmp_path / "run")):
+        done = deltaloom(*words)
+        assert done.status == 1
+        assert "error [nothing-trained]: no step trained on anything" in done.err
+        assert "drop: filtered (32 rollouts)" in done.err
+    assert run_summary(tmp_path / "run")["dropped"] == 32
+
+
 @pytest.mark.parametrize(
     ("functions", "by", "parts"),
     [

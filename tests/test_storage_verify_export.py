@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher
+from deltaloom.storage import PolicyRepository, PolicyTensors, Publisher, gc
 from deltaloom.storage.errors import ErrorCode, FormatError, NotFoundError
 from deltaloom.storage.export import export_safetensors, import_safetensors, read_safetensors
 from deltaloom.storage.verify import verify
@@ -80,6 +80,27 @@ def test_faults_name_the_versions_that_cannot_be_rebuilt(original: Path, tmp_pat
     assert "version 2" in str(report.faults[0].error)
     flip_bit(delta, offset=3000)
     assert verify(PolicyRepository.open(store), codecs()).is_sound
+
+
+def test_a_version_that_is_lost_is_a_fault_and_one_that_was_collected_is_none(
+    original: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "s"
+    shutil.copytree(original, store)
+    infos = PolicyRepository.open(store).log()
+    for lost in infos[1:]:
+        snapshot = store / "snapshots" / lost.snapshot_id
+        snapshot.rename(tmp_path / "away")
+        report = verify(PolicyRepository.open(store), codecs())
+        assert report.faults[0].snapshot_id == lost.snapshot_id
+        assert f"version {lost.version} " in str(report.faults[0].error)
+        (tmp_path / "away").rename(snapshot)
+    with Publisher(PolicyRepository.open(store), codec=CountCodec(), anchor_every=4) as publisher:
+        publish_all(publisher, STATES, first=6)
+    gc(PolicyRepository.open(store), keep_last=1, dry_run=False)
+    report = verify(PolicyRepository.open(store), codecs())
+    assert report.num_versions < 12
+    assert report.is_sound
 
 
 def test_a_version_goes_out_and_comes_back_bit_for_bit(original: Path, tmp_path: Path) -> None:

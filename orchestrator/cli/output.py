@@ -7,6 +7,7 @@ made, 3 a run that its guard paused, 130 stopped by a person.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..errors import (
     PipelineError,
     PluginError,
     RunError,
+    RunErrorCode,
     RunInterruptedError,
     RunPausedError,
 )
@@ -51,8 +53,10 @@ PluginsDirOption = Annotated[
 def guarded_main(app: Callable[[], Any]) -> None:
     """Run the command line; an error becomes one message and an exit status."""
     debug = "--debug" in sys.argv
+    _fill_streams()
     try:
-        app()
+        _check_interpreter()
+        _flushed(app)
     except DeltaloomError as error:
         if debug:
             raise
@@ -61,6 +65,40 @@ def guarded_main(app: Callable[[], Any]) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if debug:
+            raise
+        print_error(_system_error(error))
+        sys.exit(1)
+
+
+def _flushed(app: Callable[[], Any]) -> None:
+    """Call `app`, and notice output that cannot be written while something can be said of it."""
+    try:
+        app()
+    finally:
+        sys.stdout.flush()
+
+
+def _fill_streams() -> None:
+    """Python has None for a stream that it was started without; nobody reads it then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _check_interpreter() -> None:
+    if sys.flags.optimize:
+        raise ConfigError(
+            "Python runs with -O or PYTHONOPTIMIZE, which takes out code that zarr needs.",
+            code=RunErrorCode.SYSTEM_ERROR,
+            remedy="Leave it out.",
+        )
+
+
+def _system_error(error: OSError) -> DeltaloomError:
+    remedy = "Add --debug for the traceback."
+    return RunError(f"{error}.", code=RunErrorCode.SYSTEM_ERROR, remedy=remedy)
 
 
 def exit_status(error: DeltaloomError) -> int:

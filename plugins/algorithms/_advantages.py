@@ -11,15 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...orchestrator.interfaces import GroupAdvantages
-from ...orchestrator.types import ScoredGroup
+from ...orchestrator.types import RolloutGroup, ScoredGroup
 
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Estimator = Literal["group_norm", "mean", "leave_one_out", "none"]
 
+TOKEN_MASK = "token_mask"
+"""Optional column: 1 for tokens the policy wrote, 0 for what a tool or a user did."""
 ALL_INVALID = "all-invalid"
 TOO_SMALL = "too-small"
 ZERO_VARIANCE = "zero-variance"
+NO_TOKENS = "no-trained-tokens"
 TRUNCATED = "truncated"
 
 
@@ -35,7 +38,7 @@ def group_advantages(
     """The advantages of a group's rollouts, and which of them are trained on.
 
     With `mask_truncated`, rollouts cut at the length limit count in the baseline but are not
-    trained on.
+    trained on; so do rollouts of which `token_mask` leaves nothing.
     """
     rewards, valid = valid_rewards(scored)
     dropped = _drop_reason(
@@ -45,12 +48,21 @@ def group_advantages(
     if mask_truncated:
         mask &= np.array([r.finish != "length" for r in scored.group.rollouts], dtype=np.bool_)
         dropped = dropped or ("" if mask.any() else TRUNCATED)
+    tokens = token_masks(scored.group)
+    if tokens:
+        mask &= np.array([row.any() for row in tokens], dtype=np.bool_)
+        dropped = dropped or ("" if mask.any() else NO_TOKENS)
     values = np.zeros(valid.size, dtype=np.float32)
     if dropped:
         return GroupAdvantages(values=values, mask=np.zeros_like(valid), dropped=dropped)
     values[valid] = estimate(rewards, estimator, std_epsilon=std_epsilon)
     values[~mask] = 0.0
-    return GroupAdvantages(values=values, mask=mask)
+    return GroupAdvantages(values=values, mask=mask, token_mask=tokens)
+
+
+def token_masks(group: RolloutGroup) -> tuple[BoolArray, ...]:
+    """Which tokens [T] of each rollout the policy wrote; empty where the group does not say."""
+    return tuple(np.asarray(row) > 0 for row in group.extras.get(TOKEN_MASK, ()))
 
 
 def valid_rewards(scored: ScoredGroup) -> tuple[Float64Array, BoolArray]:

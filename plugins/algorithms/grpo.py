@@ -147,7 +147,8 @@ class GRPO:
     def advantages(self, groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
         """One a group, from that group alone.
 
-        Reasons to drop a group: `all-invalid`, `too-small`, `zero-variance`, `truncated`.
+        Reasons to drop a group: `all-invalid`, `too-small`, `zero-variance`, `truncated`,
+        `no-trained-tokens`.
         """
         config = self._config
         return [

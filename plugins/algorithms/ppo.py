@@ -14,7 +14,7 @@ from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import GroupAdvantages, LossInputs, LossOutput, combined_loss
 from ...orchestrator.types import RolloutGroup, ScoredGroup
 from .._options import require
-from ._advantages import ALL_INVALID, valid_rewards
+from ._advantages import ALL_INVALID, NO_TOKENS, TOKEN_MASK, valid_rewards
 from ._gae import BoolArray, Float64Array, KlEstimator, gae, kl_values, token_rewards, whiten
 
 VALUES = "values"
@@ -23,11 +23,8 @@ NEXT_VALUES = "next_values"
 """Column of its value after each token; the last one continues a rollout that was cut."""
 REF_LOGPROBS = "ref_logprobs"
 """Column of the reference policy's logprobs."""
-TOKEN_MASK = "token_mask"
-"""Optional column: 1 for tokens the policy wrote, 0 for what a tool or a user did."""
 RETURNS = "returns"
 """Column of the critic's targets, made here."""
-NO_TOKENS = "no-trained-tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import GroupAdvantages, LossInputs, LossOutput
 from ...orchestrator.types import ScoredGroup
 from .._options import require
+from ._advantages import token_masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,12 @@ class Sft:
         found = []
         for scored in groups:
             mask = np.array([score.is_value for score in scored.scores], dtype=np.bool_)
-            found.append(GroupAdvantages(values=mask.astype(np.float32), mask=mask))
+            tokens = token_masks(scored.group)
+            if tokens:
+                mask &= np.array([row.any() for row in tokens], dtype=np.bool_)
+            found.append(
+                GroupAdvantages(values=mask.astype(np.float32), mask=mask, token_mask=tokens)
+            )
         return found
 
     def loss(self, inputs: LossInputs) -> LossOutput:
