@@ -76,6 +76,11 @@ class PolicyTensors:
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
 
+    def copy(self) -> PolicyTensors:
+        """The same state in arrays of its own."""
+        bits = {name: array.copy() for name, array in self.bits.items()}
+        return PolicyTensors(specs=self.specs, bits=bits)
+
     @classmethod
     def from_bits(cls, bits: Mapping[str, BitArray], *, dtypes: Mapping[str, str]) -> PolicyTensors:
         """Order by name, make contiguous, and check that widths fit the dtypes.

@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
+
 from .bits import PolicyTensors, state_digest, tensor_digest
 from .chain import CodecLookup, CodecState, codec_key
-from .codec import Changes, DeltaCodec
+from .codec import Changes, DeltaCodec, EncodedDelta
 from .drafting import (
     Draft,
     Extras,
@@ -51,6 +53,7 @@ class _Baseline:
 
     info: CommitInfo
     tensors: PolicyTensors
+    digests: Mapping[str, str]
     state: CodecState
     chain_bytes: int
     anchor: PolicyTensors | None = None
@@ -62,6 +65,7 @@ class _Staged:
 
     content: VersionContent
     tensors: PolicyTensors
+    digests: Mapping[str, str]
     changes: Changes | None
     payload: bytes | None
 
@@ -114,6 +118,7 @@ class Publisher(BranchWriter):
         self._faults = faults if faults is not None else _no_fault
         self._offers = offers
         self._baseline: _Baseline | None = None
+        self._keeps_copies = False
 
     @classmethod
     def resume(
@@ -180,8 +185,9 @@ class Publisher(BranchWriter):
 
         `describe` makes further attributes from the changes, of a version that has a delta.
         `version` follows the head; the first is 0 and needs `state`. The arrays of `tensors`
-        are kept as the next baseline and must not be changed afterwards. A version that is
-        already committed with the same bits and tables is returned as it is.
+        are kept as the next baseline and should not be changed afterwards: where they were, the
+        baseline is read from the store again, and copies are kept from then on. A version that
+        is already committed with the same bits and tables is returned as it is.
 
         Raises `ConflictError`: VERSION_EXISTS for a committed version with other content,
         STALE_PARENT if somebody else moved the branch; `SequenceError` for a gap;
@@ -189,6 +195,7 @@ class Publisher(BranchWriter):
         before, and the same call may be repeated.
         """
         extras = pack_extras(tables, state, attributes)
+        tensors = tensors.copy() if self._keeps_copies else tensors
         digests = {spec.name: tensor_digest(tensors.bits[spec.name]) for spec in tensors.specs}
         baseline = self._synchronized()
         committed = self._committed(tensors, digests, extras.tables, version=version)
@@ -244,6 +251,7 @@ class Publisher(BranchWriter):
         return _Baseline(
             info=head,
             tensors=rebuilt.tensors,
+            digests=head.tensor_digests,
             state=self._own_state(rebuilt.state, rebuilt.tensors),
             chain_bytes=self._chain_bytes(head),
         )
@@ -285,8 +293,8 @@ class Publisher(BranchWriter):
         payload: bytes | None = None
         changes: Changes | None = None
         if baseline is not None and baseline.tensors.specs == request.tensors.specs:
+            baseline, encoded = self._encode(request, baseline)
             state = baseline.state
-            encoded = state.codec.encode(baseline.tensors, request.tensors, history=state.history)
             changes, payload = encoded.changes, encoded.payload
             packed = pack_payload(payload)
             delta = DeltaInfo(
@@ -306,7 +314,25 @@ class Publisher(BranchWriter):
             state=request.extras.state,
             stale_groups=stale_groups(draft.parent, tables=request.extras.tables, delta=delta),
         )
-        return _Staged(content=content, tensors=request.tensors, changes=changes, payload=payload)
+        return _Staged(
+            content=content,
+            tensors=request.tensors,
+            digests=request.digests,
+            changes=changes,
+            payload=payload,
+        )
+
+    def _encode(self, request: _Request, baseline: _Baseline) -> tuple[_Baseline, EncodedDelta]:
+        """The delta, and the baseline it starts from: the one given, or the head read again if
+        the arrays that were kept of it have changed since."""
+        encoded = None
+        if not _was_changed(baseline, request.tensors):
+            encoded = _delta(baseline, request)
+        if encoded is None or _lacks_changes(encoded.changes, baseline, request):
+            self._keeps_copies = True
+            baseline = self._baseline = self._rebuild(baseline.info)
+            encoded = _delta(baseline, request)
+        return baseline, encoded
 
     def _draft(
         self,
@@ -390,7 +416,12 @@ class Publisher(BranchWriter):
             chain_bytes = baseline.chain_bytes + info.payload_bytes
             anchor = baseline.anchor
         self._baseline = _Baseline(
-            info=info, tensors=tensors, state=state, chain_bytes=chain_bytes, anchor=anchor
+            info=info,
+            tensors=tensors,
+            digests=staged.digests,
+            state=state,
+            chain_bytes=chain_bytes,
+            anchor=anchor,
         )
 
     def _write_fold(self) -> None:
@@ -431,6 +462,29 @@ class _Request:
     extras: Extras
     anchor: bool | None
     describe: Describe | None
+
+
+def _delta(baseline: _Baseline, request: _Request) -> EncodedDelta:
+    state = baseline.state
+    return state.codec.encode(baseline.tensors, request.tensors, history=state.history)
+
+
+def _was_changed(baseline: _Baseline, tensors: PolicyTensors) -> bool:
+    """Whether arrays that others may write to, such as views of live weights, are not as they
+    were published."""
+    for name, old in baseline.tensors.bits.items():
+        is_shared = not old.flags.owndata or np.may_share_memory(old, tensors.bits[name])
+        if is_shared and tensor_digest(old) != baseline.digests[name]:
+            return True
+    return False
+
+
+def _lacks_changes(changes: Changes, baseline: _Baseline, request: _Request) -> bool:
+    """Whether a tensor has another digest than before, but the same bits as what was kept."""
+    return any(
+        digest != baseline.digests[name] and name not in changes
+        for name, digest in request.digests.items()
+    )
 
 
 def _described(request: _Request, changes: Changes | None) -> Extras:

@@ -372,3 +372,27 @@ def test_the_chain_ratio_decides_how_long_a_chain_of_large_deltas_may_get(tmp_pa
 
     assert anchors(0.0) == list(range(len(STATES)))
     assert anchors(1000.0) == [0]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("copies_later", [False, True])
+def test_arrays_that_are_written_to_after_they_were_published_cost_time_and_no_bits(
+    tmp_path: Path, is_view: bool, copies_later: bool
+) -> None:
+    """A view of live weights is what a trainer has at hand; the baseline would change with it."""
+    repository = PolicyRepository.create(tmp_path / "s")
+    live = np.arange(64, dtype=np.uint16)
+    published = []
+    with Publisher(repository, codec=CountCodec()) as publisher:
+        for version in range(4):
+            live[version] += 1
+            given = live.copy() if copies_later and version else live
+            if is_view and copies_later and version:
+                live[-1] += 1  # the next step has begun
+            given = given[:] if is_view else given
+            tensors = PolicyTensors.from_bits({"w": given}, dtypes={"w": "bfloat16"})
+            published.append(clone(tensors))
+            state = trainer_state(0) if version == 0 else None
+            publisher.publish(tensors, version=version, state=state)
+    for version, expected in enumerate(published):
+        assert same(repository.read_policy(version, codecs()), expected)
