@@ -9,6 +9,7 @@ of this; elsewhere there is no such memory, and weights go over TCP.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -37,7 +38,8 @@ _CREDENTIALS: Final = struct.Struct("=iII")
 
 def is_available() -> bool:
     """Whether this machine and this Python have such memory."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    known = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+    return sys.platform == "linux" and known
 
 
 class SealedMemory:
@@ -47,8 +49,6 @@ class SealedMemory:
         self, parts: Sequence[Part], *, progress: Callable[[], None] = lambda: None
     ) -> None:
         """`progress` is called while the bytes are copied. Raises `OSError`."""
-        import fcntl
-
         self.descriptor = _nameless()
         weakref.finalize(self, os.close, self.descriptor)
         self.num_bytes = 0
