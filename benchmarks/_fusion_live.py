@@ -55,6 +55,7 @@ def live_row(*, prompts_per_task: int, rounds: int, num_steps: int) -> dict[str,
             for task, group in zip(*(seconds[mode] for mode in MODES), strict=True)
         ],
         "task_milliseconds": round(1000 * profile.costs.task_seconds, 2),
+        "driver_milliseconds": round(1000 * profile.driver_seconds, 2),
         "by_task_predicted": round(predicted.by_task_seconds * (num_steps - WARM_UP_STEPS), 3),
         "by_group_predicted": round(predicted.by_group_seconds * (num_steps - WARM_UP_STEPS), 3),
         "speedup_predicted": round(predicted.speedup, 3),

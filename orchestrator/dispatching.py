@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -44,19 +45,24 @@ def priority_of(
 
 
 class QueueTimes:
-    """How long tasks wait for a worker."""
+    """How long tasks wait for a worker, and what they cost the thread that hands them out."""
 
     def __init__(self) -> None:
         self._submitted: dict[TaskId, float] = {}
+        self._cpu_seconds = time.thread_time()
 
     def submitted(self, task: TaskId, *, seconds: float) -> None:
         """A task was given to the executor, so many seconds into the run."""
         self._submitted[task] = seconds
 
     def added_to(self, result: TaskResult, *, started_seconds: float) -> TaskResult:
-        """The result with the seconds between its submission and its start, if it was submitted."""
+        """The result with the seconds between its submission and its start, if it was submitted,
+        and the CPU time of this thread since the result before."""
+        before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
         submitted = self._submitted.pop(result.task, None)
         if submitted is None:
             return result
         queued = max(0.0, started_seconds - submitted)
-        return replace(result, metrics={**result.metrics, "queued_seconds": queued})
+        spent = self._cpu_seconds - before
+        own = {"queued_seconds": queued, "driver_seconds": spent}
+        return replace(result, metrics={**result.metrics, **own})

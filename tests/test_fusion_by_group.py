@@ -231,6 +231,7 @@ def set_task_seconds(run_dir: Path, seconds: float) -> None:
     for line in lines:
         if line.get("role") in ("score", "infer", "function"):
             line |= {"run_seconds": 0.1, "pack_seconds": 0.0, "seconds": 0.1 + seconds}
+            line["driver_seconds"] = 0.0
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltaloom.plugins.fusion.run_profile import task_seconds
+from deltaloom.plugins.fusion.run_profile import RunProfile, task_seconds
 from deltaloom.plugins.fusion.step_forecast import StepForecast, WorkerCosts, forecast_step
 from deltaloom.storage.errors import InputError
 
@@ -73,6 +74,27 @@ def test_a_task_s_own_cost_is_what_its_worker_neither_ran_nor_packed() -> None:
     ]
     assert task_seconds(lines) == 0.25
     assert task_seconds(lines[3:]) == 0.0
+
+
+@pytest.mark.parametrize(("num_cores", "task_seconds"), [(2, 1.5), (4, 1.0), (1, 2.0)])
+def test_a_driver_that_has_no_core_of_its_own_takes_its_time_from_the_workers(
+    num_cores: int, task_seconds: float
+) -> None:
+    """Half a second a task."""
+    tasks = (((3,), (5,), (4,), (20,)), ((4,), (2,)))
+    costs = WorkerCosts(decode_step_seconds=1.0, inference_seconds=2.0, task_seconds=1.0)
+    profile = RunProfile(
+        lengths=((3, 5, 4, 20, 4, 2),),
+        decode_step_seconds=1.0,
+        inference_seconds=2.0,
+        tasks=(tasks,),
+        num_workers=2,
+        costs=costs,
+        driver_seconds=0.5,
+        worker_threads=1,
+    )
+    expected = forecast_step(tasks, replace(costs, task_seconds=task_seconds), num_workers=2)
+    assert profile.forecast(num_workers=2, num_cores=num_cores) == expected
 
 
 @pytest.mark.parametrize(

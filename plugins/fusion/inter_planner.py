@@ -101,12 +101,13 @@ class InterStagePlanner:
 
         config = self._config
         profile = profile_run(Path(config.profile), last_steps=config.last_steps)
+        costs = profile.costs_of(num_workers=num_workers)
         found = profile.forecast(num_workers=num_workers)
         words = (
             f"forecast from {config.profile}: {found.by_task_seconds:.4g} s a step by task, "
             f"{found.by_group_seconds:.4g} by group, {found.speedup:.2f} times faster with "
             f"inference {found.inference_share:.0%} of the work and "
-            f"{1000 * profile.costs.task_seconds:.3g} ms a task by itself"
+            f"{1000 * costs.task_seconds:.3g} ms a task by itself"
         )
         return found.speedup, words
 

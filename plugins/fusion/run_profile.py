@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,9 +38,23 @@ class RunProfile:
     costs: WorkerCosts
     """What its tasks took, with what a task takes by itself apart from what its rollouts do."""
 
-    def forecast(self, *, num_workers: int) -> StepForecast:
+    driver_seconds: float
+    """CPU time that a task costs the driver."""
+    worker_threads: int
+
+    def forecast(self, *, num_workers: int, num_cores: int | None = None) -> StepForecast:
         """What its steps take by task and by group on so many workers."""
-        return forecast_steps(self.tasks, self.costs, num_workers=num_workers)
+        costs = self.costs_of(num_workers=num_workers, num_cores=num_cores)
+        return forecast_steps(self.tasks, costs, num_workers=num_workers)
+
+    def costs_of(self, *, num_workers: int, num_cores: int | None = None) -> WorkerCosts:
+        """The costs on so many workers, which share the cores of this machine with the driver where
+        they are enough to use them all."""
+        cores = num_cores or os.cpu_count() or 1
+        if num_workers * self.worker_threads < cores:
+            return self.costs
+        taken = self.driver_seconds * num_workers / cores
+        return replace(self.costs, task_seconds=self.costs.task_seconds + taken)
 
 
 def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
@@ -67,7 +82,8 @@ def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
     inference = [line for (node, _, _), line in tasks.items() if node in inferring]
     joins = {node for (node, _, _), line in tasks.items() if line["role"] == "function"}
     joining = [line for (node, _, _), line in tasks.items() if node in joins]
-    by_itself = task_seconds([*inference, *joining])
+    followers = [*inference, *joining]
+    by_itself = task_seconds(followers)
     return RunProfile(
         lengths=tuple(tuple(arrays["lengths"].tolist()) for _, arrays in batches.values()),
         decode_step_seconds=decode_step_seconds,
@@ -77,6 +93,8 @@ def profile_run(run_dir: Path, *, last_steps: int) -> RunProfile:
             for table in batches.values()
         ),
         num_workers=config["pipeline"]["workers"],
+        driver_seconds=_median(line.get("driver_seconds", 0.0) for line in followers),
+        worker_threads=max(1, config["pipeline"]["worker_threads"]),
         costs=WorkerCosts(
             decode_step_seconds=decode_step_seconds,
             inference_seconds=_seconds(inference, without=by_itself) / num_rollouts,
@@ -95,12 +113,16 @@ def task_seconds(lines: Iterable[Mapping[str, Any]]) -> float:
 
     0 where no line says how long that took.
     """
-    spent = [
+    return _median(
         line["seconds"] - line["run_seconds"] - line["pack_seconds"]
         for line in lines
         if "run_seconds" in line
-    ]
-    return max(0.0, float(median(spent))) if spent else 0.0
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(0.0, float(median(found))) if found else 0.0
 
 
 def _seconds(lines: Collection[Mapping[str, Any]], *, without: float = 0.0) -> float:
