@@ -363,8 +363,9 @@ def _reason(node: ResolvedNode, pipeline: ResolvedPipeline, template: StepTempla
             return f"steps 1 to {pipeline.options.steps}, in order, {_consumption(template)}"
         case _:
             return (
-                f"one commit a step; anchor every {options.anchor_every}, trainer state every "
-                f"{options.state_every} versions"
+                f"one commit a step; anchor every {options.anchor_every} versions or once deltas "
+                f"cost {options.max_chain_ratio:g} of one, trainer state every "
+                f"{options.state_every}"
                 + ("; workers take versions directly" if options.transport == "direct" else "")
             )
 
