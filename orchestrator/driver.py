@@ -54,7 +54,7 @@ from .roles import (
 from .score_faults import Decided, exclude_culprit, ledger_words
 from .spool import SPOOL_WORKER, ResultSpool, SpoolKey
 from .tails import Tails
-from .task_state import (
+from .task_events import (
     Complete,
     Event,
     GiveUp,
@@ -67,12 +67,11 @@ from .task_state import (
     Submit,
     TaskFailed,
     TaskFinished,
-    TaskId,
-    TaskState,
     Train,
     VersionJudged,
     VersionPublished,
 )
+from .task_state import TaskId, TaskState
 from .training import StepOutcome, StepResult, publish_times
 from .waits import Outstanding
 from .watchdog import Watchdog

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .task_state import (
+from .task_events import (
     Event,
     Instruction,
     Judge,
@@ -23,10 +23,10 @@ from .task_state import (
     Submit,
     TaskFailed,
     TaskFinished,
-    TaskId,
     VersionJudged,
     VersionPublished,
 )
+from .task_state import TaskId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from deltaloom.orchestrator.evaluation_state import (
     evaluations_due,
 )
 from deltaloom.orchestrator.step_template import NodeTemplate, StepTemplate
-from deltaloom.orchestrator.task_state import (
+from deltaloom.orchestrator.task_events import (
     Complete,
     Event,
     Instruction,
@@ -26,12 +26,11 @@ from deltaloom.orchestrator.task_state import (
     Submit,
     TaskFailed,
     TaskFinished,
-    TaskId,
-    TaskState,
     Train,
     VersionJudged,
     VersionPublished,
 )
+from deltaloom.orchestrator.task_state import TaskId, TaskState
 
 
 def template(*, lag: int, judged_first: bool) -> StepTemplate:

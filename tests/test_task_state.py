@@ -12,23 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaloom.orchestrator.step_template import NodeTemplate, StepTemplate
-from deltaloom.orchestrator.task_state import (
+from deltaloom.orchestrator.task_events import (
     Complete,
     Event,
     GiveUp,
     Instruction,
-    InvalidTransitionError,
     Publish,
     StepTrained,
     Stop,
     Submit,
     TaskFailed,
     TaskFinished,
-    TaskId,
-    TaskState,
     Train,
     VersionPublished,
 )
+from deltaloom.orchestrator.task_state import InvalidTransitionError, TaskId, TaskState
 
 
 def template(*, lag: int, trains: bool = True, **late: Any) -> StepTemplate:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaloom.orchestrator.step_template import FailurePolicy, NodeTemplate, StepTemplate
-from deltaloom.orchestrator.task_state import (
+from deltaloom.orchestrator.task_events import (
     Event,
     GiveUp,
     Instruction,
@@ -20,10 +20,9 @@ from deltaloom.orchestrator.task_state import (
     Submit,
     TaskFailed,
     TaskFinished,
-    TaskId,
-    TaskState,
     Train,
 )
+from deltaloom.orchestrator.task_state import TaskId, TaskState
 
 from .test_task_state import World, consumed
 
