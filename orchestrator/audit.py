@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..storage.records import CommitInfo
     from .run_dir import RunManifest
 
-TrainerOf = Callable[["CommitInfo"], Trainer]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedVersion:

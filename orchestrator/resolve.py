@@ -7,14 +7,14 @@ that name; `[train.optimizer]` tables and `use(...)` address a component directl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from . import config
 from .dsl import ComponentChoice, NodeSpec, Pipeline
 from .errors import ConfigError, RunErrorCode, suggest
-from .graph import Graph
+from .graph import RESERVED_NAMES, Graph
 from .options import PipelineOptions
 from .plugin_manager import Plugins
 
@@ -134,16 +134,7 @@ def resolve(
     both name the key and the nearest valid one.
     """
     overlay = overlay or {}
-    sections = [
-        "pipeline",
-        "model",
-        "trackers",
-        "executor",
-        "fusion",
-        "guard",
-        *(node.name for node in pipeline.nodes),
-    ]
-    _check_sections(overlay, sections)
+    _check_sections(overlay, [*RESERVED_NAMES, *(node.name for node in pipeline.nodes)])
     options = config.build_config(
         PipelineOptions,
         config.merge(pipeline.options, _table(overlay, "pipeline")),
@@ -156,16 +147,7 @@ def resolve(
         spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
     }
     _check_group_size(nodes)
-    trackers = tuple(
-        _component(
-            plugins,
-            "tracker",
-            choice,
-            _table(_table(overlay, "trackers"), choice.name),
-            path=f"trackers.{choice.name}",
-        )
-        for choice in pipeline.trackers
-    )
+    trackers = _trackers(plugins, pipeline.trackers, _table(overlay, "trackers"))
     guard = _component(plugins, "guard", pipeline.guard, _table(overlay, "guard"), path="guard")
     return ResolvedPipeline(
         graph=pipeline.graph,
@@ -176,8 +158,7 @@ def resolve(
         executor=executor,
         planners=planners,
         guard=guard,
-        config=_plain(options, model, nodes, trackers, executor, planners)
-        | {"guard": _plain_component(guard)},
+        config=_plain(options, model, nodes, trackers, executor, planners, guard),
     )
 
 
@@ -204,6 +185,22 @@ def _executor(plugins: Plugins, name: str, tables: Mapping[str, Any]) -> Resolve
     path = f"executor.{name}"
     return _component(
         plugins, "executor", ComponentChoice(name, {}), _table(tables, name), path=path
+    )
+
+
+def _trackers(
+    plugins: Plugins, choices: Sequence[ComponentChoice], tables: Mapping[str, Any]
+) -> tuple[ResolvedComponent, ...]:
+    """The trackers chosen, in order, each with the options in the table of its name."""
+    return tuple(
+        _component(
+            plugins,
+            "tracker",
+            choice,
+            _table(tables, choice.name),
+            path=f"trackers.{choice.name}",
+        )
+        for choice in choices
     )
 
 
@@ -335,6 +332,7 @@ def _plain(
     trackers: tuple[ResolvedComponent, ...],
     executor: ResolvedComponent,
     planners: tuple[ResolvedComponent, ...],
+    guard: ResolvedComponent,
 ) -> dict[str, Any]:
     tree: dict[str, Any] = {"pipeline": config.to_plain(options), "model": _plain_component(model)}
     for name, node in nodes.items():
@@ -343,6 +341,7 @@ def _plain(
     tree["trackers"] = {part.name: config.to_plain(part.config) for part in trackers}
     tree["executor"] = {executor.name: config.to_plain(executor.config)}
     tree["fusion"] = {part.name: config.to_plain(part.config) for part in planners}
+    tree["guard"] = _plain_component(guard)
     return tree
 
 

@@ -83,25 +83,16 @@ def train_step(
         state = trainer.state() if with_state else None
         attributes = trainer_attributes(trainer)
         differences = token_differences(trainer)
-    by_id = {item.group.id: item for item in groups}
     decided = {
         item.group.id: advantage for item, advantage in zip(admitted, advantages, strict=True)
     }
-    rows = tuple(
-        close_row(
-            row,
-            scored=by_id.get(group_id),
-            advantages=decided.get(group_id),
-            reason=refused.get(group_id) or lost.get(group_id, ""),
-        )
-        for group_id, row in open_rows.items()
-    )
+    reasons = {**lost, **refused}
     rollouts = rollout_table(groups, advantages=decided, refused=refused, differences=differences)
     trained_at = time.time()
     return StepOutcome(
         step=step,
         batch=batch,
-        rows=rows,
+        rows=_closed_rows(open_rows, groups=groups, decided=decided, reasons=reasons),
         policy=policy,
         state=state,
         rollouts=rollouts,
@@ -112,6 +103,26 @@ def train_step(
             **metrics,
         },
         timing={"train_seconds": trained_at - started, "trained_at": trained_at},
+    )
+
+
+def _closed_rows(
+    open_rows: Mapping[str, LedgerRow],
+    *,
+    groups: Sequence[ScoredGroup],
+    decided: Mapping[str, GroupAdvantages],
+    reasons: Mapping[str, str],
+) -> tuple[LedgerRow, ...]:
+    """Each open row with its group's outcome, in order."""
+    by_id = {item.group.id: item for item in groups}
+    return tuple(
+        close_row(
+            row,
+            scored=by_id.get(group_id),
+            advantages=decided.get(group_id),
+            reason=reasons.get(group_id, ""),
+        )
+        for group_id, row in open_rows.items()
     )
 
 

@@ -21,6 +21,7 @@ from .run_commands import (
     ToNodes,
     guard_options,
     overlay_of,
+    run_request,
 )
 
 
@@ -87,21 +88,18 @@ def plan(
     debug: DebugFlag = False,
 ) -> None:
     """Do all that a run does short of its effects, and say why each node runs."""
-    from ..plan import Selection
-    from ..run import RunRequest, prepare
+    from ..run import prepare
 
     prepared = prepare(
-        RunRequest(
-            pipeline_path=pipeline,
+        run_request(
+            pipeline,
             run_dir=run_dir,
+            store=store,
             overlay=merge(overlay_of(config, overrides), guard_options(guard)),
             plugins_dir=plugins_dir,
-            selection=Selection(
-                from_nodes=tuple(from_nodes or ()),
-                to_nodes=tuple(to_nodes or ()),
-                nodes=tuple(nodes or ()),
-            ),
-            store=store,
+            nodes=nodes,
+            from_nodes=from_nodes,
+            to_nodes=to_nodes,
         )
     )
     if json:

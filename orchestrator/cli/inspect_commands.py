@@ -20,7 +20,7 @@ from .output import (
     print_table,
     show_bytes,
 )
-from .store_target import open_stored
+from .store_target import open_stored, version_bounds
 
 MAX_FINDINGS = 5
 """Findings of the guard that `status` prints, the newest ones."""
@@ -265,7 +265,7 @@ def replay(
         if not json:
             typer.echo(version.words or f"version {version.replayed.version} identical")
 
-    first, last = _version_range(versions)
+    first, last = version_bounds(versions)
     result = audit_run(find_run(run), first=first, last=last, branch=branch, report=report)
     if json:
         print_json(result)
@@ -295,18 +295,6 @@ def doctor(
         print_table(names, [[getattr(check, name) for name in names] for check in checks])
     if any(check.verdict == "fail" for check in checks):
         raise typer.Exit(1)
-
-
-def _version_range(text: str | None) -> tuple[int | None, int | None]:
-    """`A:B`, `A:`, `:B` or `A` as numbers."""
-    if text is None:
-        return None, None
-    low, colon, high = text.partition(":")
-    if not all(part.strip().isdigit() or not part for part in (low, high)) or not (low or high):
-        raise typer.BadParameter(f"must be A:B, got {text!r}.", param_hint="--versions")
-    first = int(low) if low else None
-    last = int(high) if high else (None if colon else first)
-    return first, last
 
 
 def _diff_runs(first: Path, second: Path, *, branch: str | None, json: bool) -> None:

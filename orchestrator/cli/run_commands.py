@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import load_overlays, merge
 from ..errors import ConfigError, RunErrorCode
 from .output import DebugFlag, JsonFlag, PluginsDirOption, RunArgument, print_json
+
+if TYPE_CHECKING:
+    from ..run import RunRequest
 
 Pipeline = Annotated[Path, typer.Argument(help="Python file that defines `pipeline`.")]
 ConfigFiles = Annotated[
@@ -83,6 +86,35 @@ def guard_options(rules: Sequence[str] | None) -> Mapping[str, Any]:
     return {"guard": {"more_rules": list(rules)}} if rules else {}
 
 
+def run_request(
+    pipeline: Path,
+    *,
+    run_dir: Path | None,
+    store: str | None,
+    overlay: Mapping[str, Any],
+    plugins_dir: Path | None,
+    nodes: Sequence[str] | None,
+    from_nodes: Sequence[str] | None,
+    to_nodes: Sequence[str] | None,
+) -> RunRequest:
+    """What `run` carries out, and `plan` checks."""
+    from ..plan import Selection
+    from ..run import RunRequest
+
+    return RunRequest(
+        pipeline_path=pipeline,
+        run_dir=run_dir,
+        overlay=overlay,
+        plugins_dir=plugins_dir,
+        selection=Selection(
+            from_nodes=tuple(from_nodes or ()),
+            to_nodes=tuple(to_nodes or ()),
+            nodes=tuple(nodes or ()),
+        ),
+        store=store,
+    )
+
+
 def run(
     pipeline: Pipeline,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for the run; must be new.")],
@@ -105,24 +137,19 @@ def run(
     debug: DebugFlag = False,
 ) -> None:
     """Run a pipeline in a new run directory."""
-    from ..plan import Selection
     from ..progress import progress_observer
-    from ..run import RunRequest, prepare, start_run
+    from ..run import prepare, start_run
 
-    request = RunRequest(
-        pipeline_path=pipeline,
+    given = overlay_of(config, overrides, steps=steps, seed=seed, workers=workers)
+    request = run_request(
+        pipeline,
         run_dir=run_dir,
-        overlay=merge(
-            overlay_of(config, overrides, steps=steps, seed=seed, workers=workers),
-            merge(executor_options(executor, scheduler), guard_options(guard)),
-        ),
-        plugins_dir=plugins_dir,
-        selection=Selection(
-            from_nodes=tuple(from_nodes or ()),
-            to_nodes=tuple(to_nodes or ()),
-            nodes=tuple(nodes or ()),
-        ),
         store=store,
+        overlay=merge(given, merge(executor_options(executor, scheduler), guard_options(guard))),
+        plugins_dir=plugins_dir,
+        nodes=nodes,
+        from_nodes=from_nodes,
+        to_nodes=to_nodes,
     )
     prepared = prepare(request)
     with progress_observer(quiet=json) as observer:

@@ -262,28 +262,25 @@ def _print_made(info: CommitInfo, made: dict[str, Any], *, json: bool) -> None:
         print_pairs([(k, " ".join(v) if isinstance(v, list) else v) for k, v in shown.items()])
 
 
+def _gc_values(report: GcReport) -> dict[str, Any]:
+    """What `gc` did or would do, for programs."""
+    removed = ("version", "snapshot_id", "weight_bytes")
+    return {
+        "dry_run": report.dry_run,
+        "kept": [
+            {"version": i.version, "snapshot_id": i.snapshot_id, "why": list(reasons)}
+            for i, reasons in report.plan.kept
+        ],
+        "removed": [{name: getattr(i, name) for name in removed} for i in report.plan.removed],
+        "deleted_objects": report.deleted_objects,
+        "deleted_bytes": report.deleted_bytes,
+    }
+
+
 def _print_gc(report: GcReport, *, json: bool) -> None:
     plan = report.plan
     if json:
-        print_json(
-            {
-                "dry_run": report.dry_run,
-                "kept": [
-                    {"version": i.version, "snapshot_id": i.snapshot_id, "why": list(reasons)}
-                    for i, reasons in plan.kept
-                ],
-                "removed": [
-                    {
-                        "version": i.version,
-                        "snapshot_id": i.snapshot_id,
-                        "weight_bytes": i.weight_bytes,
-                    }
-                    for i in plan.removed
-                ],
-                "deleted_objects": report.deleted_objects,
-                "deleted_bytes": report.deleted_bytes,
-            }
-        )
+        print_json(_gc_values(report))
         return
     rows = [
         *((info.version, info.snapshot_id, "stays", "; ".join(why)) for info, why in plan.kept),

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ..plugin_manager import Plugins
 
 
+ALL_VERSIONS = 2**63
+"""Beyond every version."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreTarget:
     """An open store, the branch meant, and the configuration of its run, empty if unknown."""
@@ -100,21 +104,29 @@ def as_ref(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def version_range(text: str | None) -> range | None:
+def version_bounds(text: str | None) -> tuple[int | None, int | None]:
     """`A:B`, both ends included; either may be left out, and `A` alone is that version.
 
     Raises `ConfigError` for anything else.
     """
     if text is None:
-        return None
+        return None, None
     first, colon, last = text.partition(":")
     if not all(part.isdigit() or (colon and not part) for part in (first, last or first)):
         raise ConfigError(
             f"--versions must be A:B, A:, :B or A with numbers, got {text!r}.",
             code=RunErrorCode.WRONG_TYPE,
         )
-    end = int(last) + 1 if last else (2**63 if colon else int(first) + 1)
-    return range(int(first or 0), end)
+    low = int(first) if first else None
+    return low, int(last) if last else (None if colon else low)
+
+
+def version_range(text: str | None) -> range | None:
+    """The versions that `version_bounds` reads; None for all."""
+    if text is None:
+        return None
+    first, last = version_bounds(text)
+    return range(first or 0, ALL_VERSIONS if last is None else last + 1)
 
 
 def write_model_files(target: StoreTarget, folder: Path) -> list[str]:

@@ -188,11 +188,6 @@ def check_same_specs(old: PolicyTensors, new: PolicyTensors) -> None:
         )
 
 
-def total_elements(specs: Sequence[TensorSpec]) -> int:
-    """Elements of all tensors together."""
-    return sum(spec.num_elements for spec in specs)
-
-
 def vector(data: bytes | memoryview, dtype: np.dtype[Any]) -> BitArray:
     """A vector over little-endian bytes."""
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
