@@ -313,70 +313,86 @@ class Session:
         publisher: Publisher,
         start: _Start,
     ) -> Mapping[str, Any]:
-        options = self._pipeline.options
         if self._prepared.plan.template.trains and (why := nondeterminism(self._pipeline)):
             self._say(f"not deterministic: {why}.")
         recorder = self._recorder(start.head)
         board = WorkerBoard(self._run_dir)
         closing = ExitStack()
-        halt: Halt | None = None
         try:
             self._plugins.hook.before_run_start(
                 run_dir=str(self._run_dir.path), config=self._pipeline.config
             )
-            judging = self._judging or self._start_judging(start.head)
-            state = TaskState(
-                template=self._prepared.plan.template,
-                first_step=max(start.head, start.sliced.step) + 1,
-                last_step=options.steps,
-                head_version=start.head,
-                max_attempts=options.max_attempts,
-                late=start.late,
-                judged=judging.state.judged,
-            )
-            driver = Driver(
-                pipeline=self._pipeline,
-                plan=self._prepared.plan,
-                state=state,
-                evaluations=judging.state,
-                held_out=judging.held_out,
-                judging=judging.judge,
-                executor=self.call_workers(),
-                ledger=start.ledger,
-                training=self._training(trainer, algorithm, start),
-                committing=Committer(
-                    closing.enter_context(self._publishing.of_trainer(trainer, publisher)),
-                    self._plugins,
-                    config_digest=self._pipeline.config_digest,
-                    first=start.first_attributes,
-                ),
-                observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
-                heads={**judging.unjudged, **start.heads},
+            driver = self._driver(
+                trainer,
+                algorithm,
+                publisher,
+                start,
+                closing=closing,
+                recorder=recorder,
                 board=board,
-                spool=self._spool(),
             )
-            try:
-                with _quick_thread_switches():
-                    halt = driver.run()
-            except BaseException:
-                driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
-                raise
-            if halt is not None:
-                driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
+            halt = _run(driver)
         finally:
             workers = self._dismiss_workers()
             recorder.close()
             trainer.close()
             closing.close()
             board.show(workers, [], ended=True)
-        summary = recorder.summary(
-            start.ledger.accounting(), seconds=time.monotonic() - self._started
-        )
+        seconds = time.monotonic() - self._started
+        summary = recorder.summary(start.ledger.accounting(), seconds=seconds)
         summary |= self._slice()
         run_dirs.write_json(self._run_dir.summary_file, summary)
         self._check_trained(start.ledger.closed)
         self._end(halt, summary)
         return summary
+
+    def _driver(
+        self,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        publisher: Publisher,
+        start: _Start,
+        *,
+        closing: ExitStack,
+        recorder: RunRecorder,
+        board: WorkerBoard,
+    ) -> Driver:
+        """The driver of what is left to do; what it needs open until its end is in `closing`."""
+        judging = self._judging or self._start_judging(start.head)
+        return Driver(
+            pipeline=self._pipeline,
+            plan=self._prepared.plan,
+            state=self._task_state(start, judging),
+            evaluations=judging.state,
+            held_out=judging.held_out,
+            judging=judging.judge,
+            executor=self.call_workers(),
+            ledger=start.ledger,
+            training=self._training(trainer, algorithm, start),
+            committing=Committer(
+                closing.enter_context(self._publishing.of_trainer(trainer, publisher)),
+                self._plugins,
+                config_digest=self._pipeline.config_digest,
+                first=start.first_attributes,
+            ),
+            observers=(recorder, WorkerHooks(self._plugins), *self._extra_observers),
+            heads={**judging.unjudged, **start.heads},
+            board=board,
+            spool=self._spool(),
+        )
+
+    def _task_state(self, start: _Start, judging: Judging) -> TaskState:
+        """Every step from the start on, none of which has begun."""
+        options = self._pipeline.options
+        return TaskState(
+            template=self._prepared.plan.template,
+            first_step=max(start.head, start.sliced.step) + 1,
+            last_step=options.steps,
+            head_version=start.head,
+            max_attempts=options.max_attempts,
+            late=start.late,
+            judged=judging.state.judged,
+        )
 
     def _end(self, halt: Halt | None, summary: Mapping[str, Any]) -> None:
         """Say that the run came to its end, or what the guard ended it for.
@@ -535,6 +551,19 @@ def paused(halt: Halt, path: Path) -> RunPausedError:
         remedy=f"Go on all the same with: {resume}. Or from the last good version, with other "
         f"options: {resume} --from {finding.last_good} --set KEY=VALUE",
     )
+
+
+def _run(driver: Driver) -> Halt | None:
+    """Run to the end; a commit under way is waited for where that comes early."""
+    try:
+        with _quick_thread_switches():
+            halt = driver.run()
+    except BaseException:
+        driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
+        raise
+    if halt is not None:
+        driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
+    return halt
 
 
 @contextmanager
