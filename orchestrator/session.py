@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from . import run_dir as run_dirs
@@ -20,12 +16,10 @@ from .branch_publishing import BranchPublishing
 from .branching import acted_on, pause_entry
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
-from .direct_transport import RunOffering, offering_of
 from .driver import Driver
+from .ending import paused, run_to_end, stopped, termination_as_interrupt
 from .empty_steps import nothing_trained
-from .errors import RunErrorCode, RunInterruptedError, RunPausedError
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
-from .executor import Executor, WorkerBootstrap
 from .interfaces import Algorithm, Trainer
 from .judging_start import Judging, start_judging
 from .pipeline_file import load_pipeline
@@ -43,14 +37,12 @@ from .task_state import TaskState
 from .training import StepOutcome, train_step
 from .worker_board import WorkerBoard
 from .worker_weights import codec_lookup, transfer_options
+from .workforce import Workforce
 
 if TYPE_CHECKING:
     from ..storage.publisher import Publisher
     from ..storage.records import CommitInfo
     from ..storage.repository import PolicyRepository
-
-COMMIT_GRACE_SECONDS = 30.0
-THREAD_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +111,12 @@ class Session:
         self._extra_observers = observers
         self._say = say
         self._codecs = codec_lookup(prepared.plugins.components["codec"])
+        self._workers = Workforce(
+            prepared.pipeline,
+            prepared.manifest,
+            run_dir=prepared.run_dir,
+            repository=self._repository,
+        )
         self._publishing = BranchPublishing(
             repository=self._repository,
             pipeline=prepared.pipeline,
@@ -128,12 +126,10 @@ class Session:
             trains=prepared.plan.template.trains,
             codecs=self._codecs,
             faults=faults,
-            offer=self._offer,
+            offer=self._workers.offer,
         )
         self._vetoed = _vetoed(prepared.pipeline, repository)
         self._started = time.monotonic()
-        self._executor: Executor | None = None
-        self._offering: RunOffering | None = None
         self._judging: Judging | None = None
         self.halt: Halt | None = None
         """The finding that ended the run before its last step, and that is to be rolled back."""
@@ -145,22 +141,18 @@ class Session:
         path = self._run_dir.path
         hook = self._plugins.hook
         try:
-            with _termination_as_interrupt():
+            with termination_as_interrupt():
                 try:
                     yield
                 finally:
-                    self._dismiss_workers()
+                    self._workers.dismiss()
         except KeyboardInterrupt:
             branch = self._prepared.manifest.branch
             known = self._repository.has_branch(branch)
             head = self._repository.find_head(branch) if known else None
-            stopped = RunInterruptedError(
-                f"the run was stopped; version {head.version if head else 'none'} is its last.",
-                code=RunErrorCode.INTERRUPTED,
-                remedy=f"Resume it with: {run_dirs.resume_command(path)}",
-            )
-            hook.on_run_error(run_dir=str(path), error=stopped)
-            raise stopped from None
+            interruption = stopped(head, path)
+            hook.on_run_error(run_dir=str(path), error=interruption)
+            raise interruption from None
         except BaseException as error:
             error.add_note(f"Workers' output is in {self._run_dir.logs}.")
             error.add_note(f"Resume with: {run_dirs.resume_command(path)}")
@@ -170,7 +162,7 @@ class Session:
     def start(self) -> Mapping[str, Any]:
         """From nothing: v0, then every step."""
         with self._publishing.opened(resume=False) as publisher:
-            self.call_workers()
+            self._workers.call()
             trainer, algorithm = build_trainer(self._pipeline)
             trainer.initialize(seed=self._pipeline.options.seed)
             info = commit_initial(
@@ -182,13 +174,6 @@ class Session:
             start = _Start(head=0, heads={0: info.snapshot_id}, ledger=Ledger())
             return self._drive(trainer, algorithm, publisher, start)
 
-    def call_workers(self) -> Executor:
-        """The executor, started by the first call: workers get ready while the caller goes on."""
-        if self._executor is None:
-            self._executor = self._make_executor()
-            self._executor.start()
-        return self._executor
-
     def trainer_at(self, info: CommitInfo, recorded: RecordedConfig) -> TrainerAt:
         """The trainer at exactly a stored version, by replay from the nearest stored state.
 
@@ -196,7 +181,7 @@ class Session:
         are now. Workers are called before. Raises `RunError` when the stored state is not that
         of its version.
         """
-        self.call_workers()
+        self._workers.call()
         trainer, algorithm = build_trainer(self._pipeline)
         if makes_the_run_of(self._pipeline, recorded.config, digest=recorded.digest):
             divergence = self._replay(trainer, info)
@@ -331,9 +316,9 @@ class Session:
                 recorder=recorder,
                 board=board,
             )
-            halt = _run(driver)
+            halt = run_to_end(driver)
         finally:
-            workers = self._dismiss_workers()
+            workers = self._workers.dismiss()
             recorder.close()
             trainer.close()
             closing.close()
@@ -366,7 +351,7 @@ class Session:
             evaluations=judging.state,
             held_out=judging.held_out,
             judging=judging.judge,
-            executor=self.call_workers(),
+            executor=self._workers.call(),
             ledger=start.ledger,
             training=self._training(trainer, algorithm, start),
             committing=Committer(
@@ -488,45 +473,6 @@ class Session:
             return {}
         return {"slice": slice_summary(self._run_dir.outputs, template.outputs)}
 
-    def _offer(self) -> RunOffering | None:
-        """What workers may take without the store, if anything; made by the first call."""
-        if self._offering is None:
-            branch = self._prepared.manifest.branch
-            self._offering = offering_of(self._repository, self._pipeline, branch=branch)
-        return self._offering
-
-    def _dismiss_workers(self) -> list[Mapping[str, Any]]:
-        """Close the executor, if it was started, and what was offered to its workers; returns
-        what they did last."""
-        executor, self._executor = self._executor, None
-        offering, self._offering = self._offering, None
-        try:
-            workers = executor.workers() if executor is not None else []
-            if executor is not None:
-                executor.close()
-        finally:
-            if offering is not None:
-                offering.close()
-        return workers
-
-    def _make_executor(self) -> Executor:
-        options, manifest = self._pipeline.options, self._prepared.manifest
-        offering = self._offer()
-        executor: Executor = self._pipeline.executor.create(
-            num_workers=options.workers,
-            bootstrap=WorkerBootstrap(
-                pipeline_path=manifest.pipeline_path,
-                plugins_dir=manifest.plugins_dir,
-                overlay=manifest.overlay,
-                store_url=manifest.store_url,
-                branch=manifest.branch,
-                run_dir=str(self._run_dir.path),
-                num_threads=options.worker_threads,
-                offering=offering.to_json() if offering is not None else {},
-            ),
-        )
-        return executor
-
 
 def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping[str, str]:
     """Who vetoed, by digest of the rollout, in the reviews that training is to respect.
@@ -539,60 +485,3 @@ def _vetoed(pipeline: ResolvedPipeline, repository: PolicyRepository) -> Mapping
     from .review.stored import stored_verdicts, vetoes
 
     return vetoes(stored_verdicts(repository, reviews=train.options.vetoes))
-
-
-def paused(halt: Halt, path: Path) -> RunPausedError:
-    """The error that ends a paused run, with the commands that go on."""
-    finding, resume = halt.finding, run_dirs.resume_command(path)
-    return RunPausedError(
-        f"the guard paused the run at version {finding.version}: {finding.reason} "
-        f"(rule: {finding.rule}).",
-        code=RunErrorCode.GUARD_PAUSED,
-        remedy=f"Go on all the same with: {resume}. Or from the last good version, with other "
-        f"options: {resume} --from {finding.last_good} --set KEY=VALUE",
-    )
-
-
-def _run(driver: Driver) -> Halt | None:
-    """Run to the end; a commit under way is waited for where that comes early."""
-    try:
-        with _quick_thread_switches():
-            halt = driver.run()
-    except BaseException:
-        driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
-        raise
-    if halt is not None:
-        driver.finish_commit(timeout_seconds=COMMIT_GRACE_SECONDS)
-    return halt
-
-
-@contextmanager
-def _quick_thread_switches() -> Iterator[None]:
-    """Let the driver's short answers interleave with the trainer thread.
-
-    By default a thread that computes in Python gives way every 5 ms, which each message from a
-    worker would wait for.
-    """
-    previous = sys.getswitchinterval()
-    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(previous)
-
-
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Have SIGTERM stop the run as Ctrl-C does; only the main thread may say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
