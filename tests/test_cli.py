@@ -11,6 +11,8 @@ import pytest
 
 from deltaloom import __version__
 from deltaloom.orchestrator import StoredBranch, StoredRun
+from deltaloom.orchestrator.cli.run_commands import unused_run_dir
+from deltaloom.orchestrator.run_dir import is_run
 
 from .run_support import REPOSITORY, command, deltaloom, tiny_pipeline
 
@@ -208,6 +210,16 @@ def test_a_missing_file_and_a_missing_run_are_named(tmp_path: Path) -> None:
         assert done.status == 2
         assert "run-not-found" in done.err
         assert len(done.err.splitlines()) == 2, "the message and its remedy"
+
+
+def test_a_run_that_is_given_no_folder_gets_one_of_its_pipelines_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert unused_run_dir(Path("folder/count.py")) == Path("runs/count")
+    done = deltaloom("run", tiny_pipeline(tmp_path), "--steps", "0", "--json")
+    assert (done.status, is_run(tmp_path / "runs" / "pipeline")) == (0, True)
+    assert unused_run_dir(Path("pipeline.py")) == Path("runs/pipeline-2")
 
 
 def test_an_existing_run_is_refused_and_says_how_to_resume(run_dir: Path, tmp_path: Path) -> None:

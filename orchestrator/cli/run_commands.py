@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,6 +87,12 @@ def guard_options(rules: Sequence[str] | None) -> Mapping[str, Any]:
     return {"guard": {"more_rules": list(rules)}} if rules else {}
 
 
+def unused_run_dir(pipeline: Path) -> Path:
+    """`runs/NAME` for a pipeline file NAME.py, or the first of `runs/NAME-2`, ... not there yet."""
+    names = itertools.chain([pipeline.stem], (f"{pipeline.stem}-{n}" for n in itertools.count(2)))
+    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+
+
 def run_request(
     pipeline: Path,
     *,
@@ -117,7 +124,10 @@ def run_request(
 
 def run(
     pipeline: Pipeline,
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for the run; must be new.")],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Folder for the run, a new one; runs/NAME if left out."),
+    ] = None,
     store: NewStore = None,
     steps: Steps = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Root of all randomness.")] = None,
@@ -143,7 +153,7 @@ def run(
     given = overlay_of(config, overrides, steps=steps, seed=seed, workers=workers)
     request = run_request(
         pipeline,
-        run_dir=run_dir,
+        run_dir=run_dir or unused_run_dir(pipeline),
         store=store,
         overlay=merge(given, merge(executor_options(executor, scheduler), guard_options(guard))),
         plugins_dir=plugins_dir,
