@@ -346,7 +346,6 @@ class Driver:
     def _submit(self, instruction: Submit) -> None:
         task = instruction.task
         node = self._pipeline.nodes[task.node]
-        version, snapshot_id = self._policy_of(task)
         inputs = tuple(self._inputs(task))
         parts = self._delivers_parts and self._results.is_streamed(task.node)
         tail = 0
@@ -360,31 +359,37 @@ class Driver:
         if found is not None:
             self._found.append(found)
             return
-        decided = self._decided.get(task, {})
-        values = {
-            "chain": list(self._plan.chain_of(task.node)),
-            "skip": {str(i): score_to_json(score) for i, score in decided.items()},
-            "parts": parts,
-            "tail": tail,
-        }
         self._queue_times.submitted(task, seconds=time.monotonic() - self._started)
-        self._executor.submit(
-            TaskSpec(
-                task=task,
-                attempt=instruction.attempt,
-                priority=priority_of(
-                    task,
-                    instruction.order,
-                    self._state.template,
-                    evaluates=task.node in self._held_out,
-                ),
-                inputs=inputs,
-                values=values,
-                deadline_seconds=node.options.timeout_seconds,
-                version=version,
-                snapshot_id=snapshot_id,
-                role=node.spec.role.value,
-            )
+        self._executor.submit(self._task_spec(instruction, inputs, parts=parts, tail=tail))
+
+    def _task_spec(
+        self, instruction: Submit, inputs: tuple[bytes, ...], *, parts: bool, tail: int
+    ) -> TaskSpec:
+        """What a worker is told of a task. It tells from `tail` unfinished rollouts on."""
+        task = instruction.task
+        node = self._pipeline.nodes[task.node]
+        version, snapshot_id = self._policy_of(task)
+        decided = self._decided.get(task, {})
+        return TaskSpec(
+            task=task,
+            attempt=instruction.attempt,
+            priority=priority_of(
+                task,
+                instruction.order,
+                self._state.template,
+                evaluates=task.node in self._held_out,
+            ),
+            inputs=inputs,
+            values={
+                "chain": list(self._plan.chain_of(task.node)),
+                "skip": {str(i): score_to_json(score) for i, score in decided.items()},
+                "parts": parts,
+                "tail": tail,
+            },
+            deadline_seconds=node.options.timeout_seconds,
+            version=version,
+            snapshot_id=snapshot_id,
+            role=node.spec.role.value,
         )
 
     def _train(self, instruction: Train) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dsl import NodeSpec
-from .errors import ConfigError, PipelineError, PluginError, RunErrorCode
+from .errors import PipelineError, PluginError, RunErrorCode
 from .examples import learns_from_prompts
 from .fusing import check_by_group, check_tail, plan_fusion, with_replacements
 from .graph import Graph
 from .interfaces import Guard
+from .plan_checks import check_options
 from .plugin_manager import Plugins
 from .resolve import ResolvedNode, ResolvedPipeline
 from .step_template import FailurePolicy, NodeTemplate, StepTemplate
@@ -93,10 +94,7 @@ def make_plan(
     """
     graph = pipeline.graph
     selected = select(graph, selection or Selection())
-    _check_late_options(pipeline)
-    _check_engines(pipeline)
-    _check_judging(pipeline)
-    _check_transport(pipeline)
+    check_options(pipeline)
     fusion = plan_fusion(pipeline, plugins)
     pipeline = with_replacements(pipeline, fusion.replacements, plugins)
     chains = check_chains(graph, fusion.chains, selected)
@@ -199,66 +197,6 @@ def step_template(
         judges=bool(trainers) and (bool(evaluations) or guard.is_active),
         judged_first=any(node.options.before_use for node in evaluations),
     )
-
-
-def _check_late_options(pipeline: ResolvedPipeline) -> None:
-    """Refuse options about late groups that could have no effect. Raises `ConfigError`."""
-    options = pipeline.options
-    share = min((node.options.ready_share for node in pipeline.by_role("train")), default=1.0)
-    waits = options.staleness_policy == "wait"
-    if share == 1.0 and (options.late_steps or not waits):
-        name = "late_steps" if options.late_steps else "staleness_policy"
-        raise ConfigError(
-            f"pipeline.{name} is of no use while train.ready_share is 1: no group is ever late.",
-            code=RunErrorCode.WRONG_TYPE,
-            remedy="Set train.ready_share below 1, or leave it out.",
-        )
-    if share < 1.0 and waits and not options.late_steps:
-        raise ConfigError(
-            f"train.ready_share is {share:g}, but with late_steps 0 and staleness_policy 'wait' "
-            "every step waits for all of its groups.",
-            code=RunErrorCode.WRONG_TYPE,
-            remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
-        )
-
-
-def _check_engines(pipeline: ResolvedPipeline) -> None:
-    """Refuse what an engine does not offer. Raises `ConfigError`."""
-    for node in pipeline.by_role("rollout"):
-        engine = node.components["engine"]
-        if node.options.double_buffered and not hasattr(engine.component, "prepare"):
-            raise ConfigError(
-                f"{node.name}.double_buffered needs an engine that prepares versions beside the "
-                f"one it generates with; {engine.name!r} has no method `prepare`.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Leave it out, or use another engine, such as 'torch'.",
-            )
-
-
-def _check_judging(pipeline: ResolvedPipeline) -> None:
-    """Refuse evaluations and rules that could not hold. Raises `ConfigError`."""
-    guard: Guard = pipeline.guard.create()
-    guard.check(pipeline.config, pipeline.evaluation_metrics)
-    first = [node.name for node in pipeline.by_role("evaluate") if node.options.before_use]
-    if first and any(node.options.in_flight for node in pipeline.by_role("rollout")):
-        raise ConfigError(
-            f"{first[0]}.before_use cannot hold with rollout.in_flight: workers activate a version "
-            "before it is evaluated.",
-            code=RunErrorCode.WRONG_TYPE,
-            remedy="Turn one of them off.",
-        )
-
-
-def _check_transport(pipeline: ResolvedPipeline) -> None:
-    """Refuse to offer versions that nobody takes. Raises `ConfigError`."""
-    for node in pipeline.by_role("publish"):
-        if node.options.transport == "direct" and not pipeline.by_role("rollout"):
-            raise ConfigError(
-                f'{node.name}.transport="direct" is of no use without a rollout node: no worker '
-                "takes versions.",
-                code=RunErrorCode.WRONG_TYPE,
-                remedy="Leave it out.",
-            )
 
 
 def _needs_policy(graph: Graph, chains: Sequence[Sequence[str]], name: str) -> bool:
