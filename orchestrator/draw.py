@@ -21,11 +21,16 @@ def draw_text(graph: Graph, *, lag: int) -> str:
         parts = " ".join(f"{slot}={choice.name}" for slot, choice in node.components.items())
         lines.append(f"{node.name:<{width}}  [{node.role}]  {arrow}  {parts}".rstrip())
     lines += [
-        f"{edge.port}: {edge.producer} => {edge.consumer} (next steps, lag {lag})"
+        f"{edge.port}: {edge.producer} => {edge.consumer} ({_when(graph, edge, lag=lag)})"
         for edge in graph.edges
         if edge.carried
     ]
     return "\n".join(lines)
+
+
+def _when(graph: Graph, edge: Edge, *, lag: int) -> str:
+    """Which versions a loop-carried edge brings."""
+    return "when due" if graph.node(edge.consumer).role == "evaluate" else f"lag {lag}"
 
 
 def draw_mermaid(graph: Graph, *, lag: int) -> str:
@@ -36,7 +41,8 @@ def draw_mermaid(graph: Graph, *, lag: int) -> str:
         label = f"{node.name}<br/><small>{_caption(node)}</small>".replace('"', "#quot;")
         lines.append(f'    {ids[node.name]}["{label}"]')
     for edge in graph.edges:
-        arrow = f"-. {edge.port}, lag {lag} .->" if edge.carried else f"-- {edge.port} -->"
+        when = f"-. {edge.port}, {_when(graph, edge, lag=lag)} .->"
+        arrow = when if edge.carried else f"-- {edge.port} -->"
         lines.append(f"    {ids[edge.producer]} {arrow} {ids[edge.consumer]}")
     return "\n".join(lines)
 
@@ -48,7 +54,10 @@ def draw_svg(graph: Graph, *, lag: int) -> str:
     rows = 1 + max(y for _, y in places.values())
     width = 2 * MARGIN + columns * BOX_WIDTH + (columns - 1) * GAP_X
     height = 2 * MARGIN + rows * BOX_HEIGHT + (rows - 1) * GAP_Y + 50
-    body = [_svg_edge(edge, places, lag=lag, bottom=height - MARGIN) for edge in graph.edges]
+    body = [
+        _svg_edge(edge, places, when=_when(graph, edge, lag=lag), bottom=height - MARGIN)
+        for edge in graph.edges
+    ]
     body += [_svg_node(node, places[node.name]) for node in graph.nodes]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -89,13 +98,13 @@ def _svg_node(node: NodeSpec, place: tuple[int, int]) -> str:
     )
 
 
-def _svg_edge(edge: Edge, places: Mapping[str, tuple[int, int]], *, lag: int, bottom: int) -> str:
+def _svg_edge(edge: Edge, places: Mapping[str, tuple[int, int]], *, when: str, bottom: int) -> str:
     x1, y1 = _corner(places[edge.producer])
     x2, y2 = _corner(places[edge.consumer])
     if edge.carried:
         start, end = x1 + BOX_WIDTH // 2, x2 + BOX_WIDTH // 2
         path = f"M{start} {y1 + BOX_HEIGHT}V{bottom - 12}H{end}V{y2 + BOX_HEIGHT + 2}"
-        label, lx, ly = f"{edge.port}, lag {lag}", (start + end) // 2, bottom - 18
+        label, lx, ly = f"{edge.port}, {when}", (start + end) // 2, bottom - 18
     else:
         y1, y2 = y1 + BOX_HEIGHT // 2, y2 + BOX_HEIGHT // 2
         path = f"M{x1 + BOX_WIDTH} {y1}L{x2 - 2} {y2}"

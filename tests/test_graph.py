@@ -156,6 +156,14 @@ def test_a_slice_that_lacks_an_input_names_the_missing_node() -> None:
         select(graph, Selection(to_nodes=("scor",)))
 
 
+def test_drawings_say_that_evaluations_have_no_lag() -> None:
+    graph = Pipeline(*loop(), evaluate(same, by=same, name="held_out")).graph
+    assert "policy: publish => held_out (when due)" in draw_text(graph, lag=3)
+    assert "policy: publish => rollout (lag 3)" in draw_text(graph, lag=3)
+    assert "-. policy, when due .->" in draw_mermaid(graph, lag=3)
+    assert "policy, when due" in draw_svg(graph, lag=3)
+
+
 def test_drawings_name_every_node_and_the_lag() -> None:
     graph = Pipeline(*loop(score="é<&>")).graph
     svg = draw_svg(graph, lag=3)
