@@ -17,8 +17,8 @@ from .branching import acted_on, pause_entry
 from .committing import Committer, commit_initial, environment, late_shards
 from .continuity import RecordedConfig, recorded_overlay
 from .driver import Driver
-from .ending import paused, run_to_end, stopped, termination_as_interrupt
 from .empty_steps import nothing_trained
+from .ending import paused, run_to_end, stopped, termination_as_interrupt
 from .examples import example_groups, learns_from_prompts, without_policy_metrics
 from .interfaces import Algorithm, Trainer
 from .judging_start import Judging, start_judging
