@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -122,6 +123,8 @@ def coerce(value: Any, expected: Any, *, path: str) -> Any:
 def _coerce_plain(value: Any, expected: type[Any], *, path: str) -> Any:
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(path, "must be finite", value)
     if isinstance(value, bool) and expected is not bool:
         raise _wrong(path, f"must be {expected.__name__}", value)
     if not isinstance(value, expected):

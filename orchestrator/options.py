@@ -98,6 +98,9 @@ class SourceOptions:
     timeout_seconds: float = option(60.0, decides="nothing")
     """Longest one step's prompts may take."""
 
+    def __post_init__(self) -> None:
+        check_least(self, timeout_seconds=0.001)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
@@ -132,7 +135,14 @@ class RolloutOptions:
     """Verifier plugin that checks groups before admission; empty: none."""
 
     def __post_init__(self) -> None:
-        check_least(self, max_new_tokens=1, group_size=1, prompts_per_task=1, temperature=0)
+        check_least(
+            self,
+            max_new_tokens=1,
+            group_size=1,
+            prompts_per_task=1,
+            temperature=0,
+            timeout_seconds=0.001,
+        )
         if not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"top_p must be above 0 and at most 1, got {self.top_p!r}.",
@@ -213,6 +223,9 @@ class FunctionOptions:
     timeout_seconds: float = option(60.0, decides="nothing")
     """Longest one call may take."""
 
+    def __post_init__(self) -> None:
+        check_least(self, timeout_seconds=0.001)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
@@ -230,6 +243,7 @@ class TrainOptions:
     """Longest one training step may take."""
 
     def __post_init__(self) -> None:
+        check_least(self, timeout_seconds=0.001)
         if not 0 < self.ready_share <= 1:
             raise ConfigError(
                 f"ready_share must be above 0 and at most 1, got {self.ready_share!r}.",
@@ -262,7 +276,14 @@ class PublishOptions:
     """Longest one commit may take."""
 
     def __post_init__(self) -> None:
-        check_least(self, anchor_every=1, state_every=1, max_chain_ratio=0, fold_every=0)
+        check_least(
+            self,
+            anchor_every=1,
+            state_every=1,
+            max_chain_ratio=0,
+            fold_every=0,
+            timeout_seconds=0.001,
+        )
         try:
             parse_host(self.direct_host or "localhost")
         except InputError as error:

@@ -82,6 +82,12 @@ def test_options_of_the_plugin_displaced_are_refused_and_not_dropped() -> None:
         ("rollout.num_generations=8", ["rollout.num_generations", "'group_size' here."]),
         ("rollout.group_size=x", ["rollout.group_size", "must be int"]),
         ("model.alphabet=aa", ["model", "repeated"]),
+        ("train.max_grad_norm=inf", ["train.trainer.max_grad_norm", "must be finite, got inf"]),
+        ("train.lr=nan", ["train.optimizer.lr", "must be finite, got nan"]),
+        ("train.policy_dtype=int8", ["train.trainer.policy_dtype", "must be one of 'bfloat16'"]),
+        ("rollout.compute_dtype=fp32", ["rollout.engine.compute_dtype", "must be one of"]),
+        ("rollout.timeout_seconds=0", ["rollout", "timeout_seconds must be at least 0.001"]),
+        ("train.timeout_seconds=-1", ["train", "timeout_seconds must be at least 0.001"]),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_path_and_the_near_one(

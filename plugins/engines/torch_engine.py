@@ -12,7 +12,7 @@ from ...orchestrator.errors import ConfigError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import GenerateRequest, Model, Tail, WeightUpdate
 from ...orchestrator.types import Prompt, Rollout
-from .._options import require
+from .._options import FloatDtype, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class TorchEngineConfig:
     """How the engine computes; what it draws is in the request."""
 
-    compute_dtype: str = "float32"
+    compute_dtype: FloatDtype = "float32"
     """Policy bits are widened (or rounded) to this dtype; bf16 to float32 is exact."""
     recompute_cache_on_update: bool = False
     """After an in-flight activation, recompute the cache with the new weights. When False, the

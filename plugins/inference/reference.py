@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import ColumnsByRollout, Model
 from ...orchestrator.types import RolloutGroup, SamplingParams
+from .._options import FloatDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:
     """How the reference's weights are held."""
 
-    policy_dtype: str = "bfloat16"
+    policy_dtype: FloatDtype = "bfloat16"
     """v0 is rounded to this dtype, as the trainer publishes it."""
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...orchestrator.config import option
 from ...orchestrator.errors import ConfigError, RunErrorCode
-from .._options import require
+from .._options import FloatDtype, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class AsyncPipelineConfig:
     deadline_seconds: float = option(600.0, decides="nothing")
     """Longest one stage may wait for another, and the trainer for an answer between steps. A stage
     that nobody waits for may be at one operation for twice as long."""
-    policy_dtype: str = "bfloat16"
+    policy_dtype: FloatDtype = "bfloat16"
     """The dtype policies are published in; masters stay float32."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from ...orchestrator.errors import RunError, RunErrorCode
 from ...orchestrator.hookspecs import hookimpl
 from ...orchestrator.interfaces import Algorithm, Model, Optimizer, PreparesBatch
 from ...orchestrator.types import FloatArray, SamplingParams, TrainBatch, TrainerState
-from .._options import require
+from .._options import FloatDtype, require
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class TorchTrainerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm, actor's and critic's apart; 0 never
     scales."""
-    policy_dtype: str = "bfloat16"
+    policy_dtype: FloatDtype = "bfloat16"
     """The dtype policies are published in; masters stay float32."""
 
     def __post_init__(self) -> None:
