@@ -99,13 +99,13 @@ def boundary(error: type[OrchestratorError], what: str) -> Iterator[None]:
     """Turn whatever plugin or user code raises into `error`, naming `what` it was doing.
 
     Errors of deltaloom's own tree pass through. This is the one place with a broad handler:
-    code from outside may raise anything.
+    code from outside may raise anything, also what would end the process.
     """
     try:
         yield
     except DeltaloomError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise error(
             f"{what} failed: {type(cause).__name__}: {cause}", code=RunErrorCode.BROKEN_PLUGIN
         ) from cause

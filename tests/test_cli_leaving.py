@@ -77,3 +77,22 @@ def test_an_interpreter_without_assertions_is_refused_at_once() -> None:
     status, errors = status_of("", "plugins", PYTHONOPTIMIZE="1")
     assert status == 2
     assert "error [system-error]: Python runs with -O" in errors
+
+
+def test_what_plugins_print_is_no_part_of_the_json(tmp_path: Path) -> None:
+    (tmp_path / "chatty.py").write_text("print('chatty is loaded')\n")
+    done = deltaloom("plugins", "--plugins-dir", tmp_path, "--json")
+    assert "chatty" in [plugin["name"] for plugin in done.json]
+    assert done.err == "chatty is loaded\n"
+    assert "chatty is loaded\n" in deltaloom("plugins", "--plugins-dir", tmp_path).out
+
+
+def test_a_plugin_that_would_end_the_process_is_shown_as_broken(tmp_path: Path) -> None:
+    """As a script does that reads its arguments when it is imported."""
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    done = deltaloom("plugins", "--plugins-dir", tmp_path, "--json")
+    assert done.status == 0
+    found = {plugin["name"]: str(plugin) for plugin in done.json}
+    assert "SystemExit: 3" in found["leaves"]
+    assert "SystemExit: 2" in found["script"]

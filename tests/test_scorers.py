@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,15 @@ def test_a_value_that_float32_cannot_hold_is_invalid(value: float) -> None:
     results = _score(_by_text(value, 3.4e38, 0.0, 1.0))
     assert (results[0].status, results[0].reason) == ("invalid", f"{value:g} is beyond float32")
     assert [result.is_value for result in results[1:]] == [True, True, True]
+
+
+def test_a_function_that_leaves_the_process_makes_its_rollout_invalid() -> None:
+    def leaves(rollout: Rollout) -> float:
+        return 1.0 if rollout.text != "1" else sys.exit(3)
+
+    results = _score(leaves)
+    assert results[1].reason == "SystemExit: 3"
+    assert [result.is_value for result in results] == [True, False, True, True]
 
 
 def test_a_value_result_without_a_value_is_a_mistake_of_the_function() -> None:

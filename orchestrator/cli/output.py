@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -54,6 +54,8 @@ def guarded_main(app: Callable[[], Any]) -> None:
     """Run the command line; an error becomes one message and an exit status."""
     debug = "--debug" in sys.argv
     _fill_streams()
+    if "--json" in sys.argv:
+        sys.stdout = sys.stderr  # what plugins and pipelines print; see json_stream
     try:
         _check_interpreter()
         _flushed(app)
@@ -77,14 +79,22 @@ def _flushed(app: Callable[[], Any]) -> None:
     try:
         app()
     finally:
-        sys.stdout.flush()
+        json_stream().flush()
+
+
+def json_stream() -> TextIO:
+    """Standard output, which JSON has to itself: all else is printed to standard error then."""
+    own = sys.__stdout__ if sys.stdout is sys.stderr else None
+    return own or sys.stdout
 
 
 def _fill_streams() -> None:
     """Python has None for a stream that it was started without; nobody reads it then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+            stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _check_interpreter() -> None:
@@ -122,7 +132,8 @@ def print_error(error: DeltaloomError) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document. NaN and infinities become null, so that any parser reads it."""
-    sys.stdout.write(json.dumps(finite(value), indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, default=str)
+    json_stream().write(text + "\n")
 
 
 def console() -> Console:

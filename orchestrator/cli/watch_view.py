@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.errors import BackendError, ErrorCode, FormatError, NotFoundError
 from ..watching import Look, RunWatcher, course
-from .output import finite, print_json, show_bytes, show_value
+from .output import finite, json_stream, print_json, show_bytes, show_value
 from .store_target import open_target
 
 if TYPE_CHECKING:
@@ -126,10 +126,11 @@ class _Lines:
             line = json.dumps(finite({**look.to_json(), "trouble": trouble}))
         else:
             line = f"waiting: {trouble}" if trouble else look.line()
-        sys.stdout.write(line + "\n")
+        stream = json_stream()
+        stream.write(line + "\n")
         if look.settled and not self._as_json:
-            sys.stdout.write("the run has all its versions\n")
-        sys.stdout.flush()
+            stream.write("the run has all its versions\n")
+        stream.flush()
 
 
 def print_look(look: Look) -> None:
