@@ -85,8 +85,11 @@ class PolicyTensors:
     def from_bits(cls, bits: Mapping[str, BitArray], *, dtypes: Mapping[str, str]) -> PolicyTensors:
         """Order by name, make contiguous, and check that widths fit the dtypes.
 
-        Raises `InputError` for an unknown dtype or an array of another width.
+        Raises `InputError` for an unknown dtype, an array of another width, a tensor without
+        a dtype, and a name that is no text.
         """
+        for name, array in bits.items():
+            _check_tensor(name, array, dtypes)
         arrays = {name: contiguous(bits[name]) for name in sorted(bits)}
         specs = tuple(
             TensorSpec(name=name, dtype=dtypes[name], shape=tuple(array.shape))
@@ -130,6 +133,18 @@ def state_digest(specs: Iterable[TensorSpec], digests: Mapping[str, str]) -> str
         shape = ",".join(map(str, spec.shape))
         hasher.update(f"{spec.name}\0{spec.dtype}\0{shape}\0{digests[spec.name]}\n".encode())
     return hasher.hexdigest()
+
+
+def _check_tensor(name: Any, array: Any, dtypes: Mapping[str, str]) -> None:
+    problem = ""
+    if not isinstance(name, str) or not name or name != name.encode(errors="replace").decode():
+        problem = "must have a name that UTF-8 can hold"
+    elif not isinstance(array, np.ndarray | np.generic):
+        problem = f"must be given as an array of its bits, got {type(array).__name__}"
+    elif name not in dtypes:
+        problem = "has no dtype"
+    if problem:
+        raise InputError(f"tensor {name!r} {problem}.", code=ErrorCode.INVALID_ARGUMENT)
 
 
 def _check_width(spec: TensorSpec, array: BitArray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -142,6 +143,19 @@ def decide_anchor(
         anchor_every=anchor_every,
         max_chain_ratio=max_chain_ratio,
     )
+
+
+def whole_version(version: Any) -> int:
+    """A version as an int. Raises `InputError` for what is no whole number."""
+    try:
+        number = None if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InputError(
+            f"version must be an int, got {version!r}.", code=ErrorCode.INVALID_ARGUMENT
+        )
+    return number
 
 
 def check_sequence(version: int, *, head: int) -> None:

@@ -28,6 +28,7 @@ from .drafting import (
     draft_record,
     pack_extras,
     stale_groups,
+    whole_version,
 )
 from .errors import ConflictError, ErrorCode, InputError
 from .folds import FoldInfo, drop_fold, write_fold
@@ -194,6 +195,7 @@ class Publisher(BranchWriter):
         `BackendError` if the disk or network refused. After any of them the store is as
         before, and the same call may be repeated.
         """
+        version = whole_version(version)
         extras = pack_extras(tables, state, attributes)
         tensors = tensors.copy() if self._keeps_copies else tensors
         digests = {spec.name: tensor_digest(tensors.bits[spec.name]) for spec in tensors.specs}

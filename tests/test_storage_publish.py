@@ -396,3 +396,25 @@ def test_arrays_that_are_written_to_after_they_were_published_cost_time_and_no_b
             publisher.publish(tensors, version=version, state=state)
     for version, expected in enumerate(published):
         assert same(repository.read_policy(version, codecs()), expected)
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1"])
+def test_a_version_is_a_whole_number(tmp_path: Path, version: Any) -> None:
+    """JSON would keep `true` and `1.0`, and readers compare with them."""
+    with Publisher(PolicyRepository.create(tmp_path / "s"), codec=CountCodec()) as publisher:
+        publisher.publish(STATES[0], version=0, state=trainer_state(0))
+        with pytest.raises(InputError, match="version must be an int"):
+            publisher.publish(STATES[1], version=version)
+        assert publisher.publish(STATES[1], version=np.int64(1)).version == 1  # type: ignore[arg-type]
+
+
+def test_tensors_that_are_none_are_refused_by_name() -> None:
+    bits = np.zeros(2, dtype=np.uint16)
+    for name, array, dtypes, message in (
+        ("", bits, {"": "bfloat16"}, "tensor '' must have a name"),
+        ("\ud800", bits, {"\ud800": "bfloat16"}, "must have a name that UTF-8 can hold"),
+        ("w", bits, {}, "tensor 'w' has no dtype"),
+        ("w", [1, 2], {"w": "bfloat16"}, "tensor 'w' must be given as an array of its bits"),
+    ):
+        with pytest.raises(InputError, match=message):
+            PolicyTensors.from_bits({name: array}, dtypes=dtypes)  # type: ignore[dict-item]
