@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -138,3 +139,15 @@ def worker_pids(run_dir: Path, *, worker: str = "") -> Sequence[int]:
         if target.startswith(log):
             pids.append(int(process.name))
     return pids
+
+
+def stop(pid: int) -> None:
+    """Have a process stand still, all its threads: the signal alone comes to each in its time."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    while any(_state(thread) != "T" for thread in threads.iterdir()):
+        os.sched_yield()
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 
 from .resume_support import start
 from .rl_support import sampled_batch, small_model
-from .run_support import deltaloom
+from .run_support import deltaloom, stop
 from .stage_support import MODEL, assert_same, failing, staged_pipeline, trainer_in
 from .titan_support import is_running, monarch_hosts
 
@@ -98,7 +96,7 @@ def test_what_a_stage_raises_is_raised_with_its_name(
 def test_a_wait_for_a_stage_that_stands_still_expires(batches: Sequence[TrainBatch]) -> None:
     waited = "stage 0 waited 5 s for the gradient of micro-batch 0 from stage 1"
     with trainer_in("monarch", num_stages=2, deadline_seconds=5.0) as trainer:
-        os.kill(pids(trainer)[1], signal.SIGSTOP)
+        stop(pids(trainer)[1])
         with pytest.raises(DeadlineError, match=waited):
             trainer.train_step(batches[0])
 

@@ -14,6 +14,7 @@ from deltaloom.storage.weight_source import DirectSource
 
 from .direct_support import TOKEN, offering
 from .memory_support import descriptors, memories, names, python, said, tell
+from .run_support import stop
 from .storage_support import codecs, history_of, same
 
 pytestmark = pytest.mark.skipif(
@@ -168,7 +169,7 @@ def test_a_stopped_publisher_is_given_up_after_one_timeout(tmp_path: Path) -> No
         repository = PolicyRepository.open(tmp_path / "s", read_only=True)
         receiver = Subscriber(repository, codecs=codecs(), source=source)
         receiver.activate(receiver.stage(0))
-        publisher.send_signal(signal.SIGSTOP)
+        stop(publisher.pid)
         wire = source._links[address]._wire
         assert wire is not None
         wire._timeout_seconds = 0.5

@@ -44,6 +44,7 @@ from ...orchestrator.worker_process import (
     pack_spec,
 )
 from ...storage.packing import pack, unpack
+from ._waker import Waker
 
 DUMP_SECONDS = 0.2
 """How long a worker that hangs may take to write its stacks before it is killed."""
@@ -123,9 +124,7 @@ class LocalExecutor:
         self._events: deque[ExecutorEvent] = deque()
         self._start_failures = 0
         self._last_failure = ""
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._waker = Waker()
 
     def start(self) -> None:
         (Path(self._bootstrap.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
@@ -144,10 +143,7 @@ class LocalExecutor:
                 self._send(worker, message)
 
     def wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"w")
-        except BlockingIOError:
-            return
+        self._waker.wake()
 
     def poll(self, *, timeout_seconds: float) -> list[ExecutorEvent]:
         """See `Executor.poll`. Raises `TaskError` when workers cannot be started at all."""
@@ -188,8 +184,7 @@ class LocalExecutor:
             self._reap(worker)
             worker.progress.close()
         self._workers.clear()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._waker.close()
 
     def _spawn(self, slot: int) -> None:
         times = self._generation[slot]
@@ -246,9 +241,10 @@ class LocalExecutor:
         limits = [self._deadline(worker) - now for worker in self._workers.values()]
         timeout = max(0.0, min([timeout_seconds, *limits]))
         by_connection = {worker.connection: worker for worker in self._workers.values()}
-        for source in wait([*by_connection, self._wake_read], timeout=timeout):
-            if source == self._wake_read:
-                os.read(self._wake_read, 4096)
+        woken = self._waker.fileno()
+        for source in wait([*by_connection, woken], timeout=timeout):
+            if source == woken:
+                self._waker.clear()
             else:
                 self._receive(by_connection[source])  # type: ignore[index]
 
