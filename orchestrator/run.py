@@ -405,11 +405,13 @@ class _Resumption:
         """The name asked for, or one derived. Raises `InputError` or `RunError` for a bad one."""
         from ..storage.layout import check_ref_name
 
-        taken = {*self._stored.branches, *self._repository.branches()}
+        repository = self._repository
+        taken = {*self._stored.branches, *repository.branches(), *repository.tags()}
         name = wanted or unused_name(self._maker_of(origin), origin.version, taken=taken)
         if check_ref_name(name, kind="branch") in taken:
+            kind = "tag" if name in repository.tags() else "branch"
             raise RunError(
-                f"the store of {str(self._path)!r} has a branch {name!r} already.",
+                f"the store of {str(self._path)!r} has a {kind} {name!r} already.",
                 code=RunErrorCode.RUN_EXISTS,
                 remedy="Choose another --branch.",
             )

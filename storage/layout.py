@@ -55,6 +55,8 @@ BESIDE_PREFIXES: Final = (FOLD_PREFIX, ATTACHMENT_PREFIX, NOTE_PREFIX)
 MAX_CHUNK_BYTES: Final = 32 * 1024 * 1024
 """Chunks are cut below this size, so that readers fetch and caches hold pieces of a tensor."""
 
+MAX_NAME_LENGTH: Final = 200
+"""Of a branch or tag: the backend names files after it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TABLE: Final = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED_TABLES: Final = frozenset({"policy", "trainer"})
@@ -87,10 +89,11 @@ def check_table(name: str) -> str:
 
 def check_ref_name(name: str, *, kind: str) -> str:
     """A branch or tag name. Raises `InputError` if it cannot be one."""
-    if _NAME.fullmatch(name) is None or name.startswith(RESERVED_PREFIX):
+    sound = _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME_LENGTH
+    if not sound or name.isdigit() or name.startswith(RESERVED_PREFIX):
         raise InputError(
-            f"{kind} name must be letters, digits, '.', '_' and '-', and not start with "
-            f"{RESERVED_PREFIX!r}, got {name!r}.",
+            f"{kind} name must be letters, digits, '.', '_' and '-', at most {MAX_NAME_LENGTH}, "
+            f"no number, and not start with {RESERVED_PREFIX!r}, got {name!r:.220}.",
             code=ErrorCode.INVALID_ARGUMENT,
         )
     return name

@@ -7,7 +7,7 @@ head) or `branch@number`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -256,7 +256,7 @@ class PolicyRepository:
         check_ref_name(name, kind="tag")
         info = self.info(ref, branch=branch)
         self._check_writable("tag a version")
-        self._check_free(name, kind="tag", taken=self.tags())
+        self._check_free(name)
         with self._looking_up(f"make tag {name!r}"):
             self._backend.create_tag(name, info.snapshot_id)
         return info
@@ -266,7 +266,7 @@ class PolicyRepository:
         check_ref_name(name, kind="branch")
         info = self.info(from_ref, branch=branch)
         self._check_writable("make a branch")
-        self._check_free(name, kind="branch", taken=self.branches())
+        self._check_free(name)
         with self._looking_up(f"make branch {name!r}"):
             self._backend.create_branch(name, info.snapshot_id)
         return info
@@ -542,14 +542,16 @@ class PolicyRepository:
                 code=ErrorCode.INVALID_ARGUMENT,
             )
 
-    def _check_free(self, name: str, *, kind: str, taken: Mapping[str, str]) -> None:
-        if name in taken:
-            raise ConflictError(
-                f"there is a {kind} {name!r} in {self.location} already, at snapshot "
-                f"{taken[name]}.",
-                code=ErrorCode.NAME_TAKEN,
-                remedy="Choose another name; what is named stays.",
-            )
+    def _check_free(self, name: str) -> None:
+        """A reference is a branch or a tag: one name for both would hide one of them."""
+        for kind, taken in {"branch": self.branches(), "tag": self.tags()}.items():
+            if name in taken:
+                raise ConflictError(
+                    f"there is a {kind} {name!r} in {self.location} already, at snapshot "
+                    f"{taken[name]}.",
+                    code=ErrorCode.NAME_TAKEN,
+                    remedy="Choose another name; what is named stays.",
+                )
 
     def _opening(self, what: str) -> Any:
         return translated(

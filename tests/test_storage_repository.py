@@ -206,7 +206,7 @@ def test_a_branch_goes_on_from_its_version_with_ids_of_its_own(tmp_path: Path) -
     assert repository.branches().keys() == {"main", "retry"}
 
 
-@pytest.mark.parametrize("name", ["a/b", "", "deltaloom.x", "-x", "x y"])
+@pytest.mark.parametrize("name", ["a/b", "", "deltaloom.x", "-x", "x y", "5", "x" * 300])
 def test_names_that_cannot_be_refs_are_refused(tmp_path: Path, name: str) -> None:
     repository = make_store(tmp_path / "s", STATES[:1])
     with pytest.raises(InputError):
@@ -223,6 +223,17 @@ def test_a_tag_is_not_moved(tmp_path: Path) -> None:
     assert (caught.value.code, caught.value.remedy is None) == (ErrorCode.NAME_TAKEN, False)
     with pytest.raises(ConflictError, match="there is a branch 'main'"):
         repository.branch("main", 1)
+
+
+def test_a_branch_and_a_tag_do_not_share_a_name(tmp_path: Path) -> None:
+    """A reference is one or the other; the tag would hide the branch."""
+    repository = make_store(tmp_path / "s", STATES[:2])
+    with pytest.raises(ConflictError, match="there is a branch 'main'"):
+        repository.tag("main", 0)
+    repository.tag("best", 0)
+    with pytest.raises(ConflictError, match="there is a tag 'best'"):
+        repository.branch("best", 1)
+    assert repository.info("main").version == 1
 
 
 def test_a_read_only_repository_writes_nothing(tmp_path: Path) -> None:
