@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, settings
 
 from .report_support import run_to_look_at
 
-collect_ignore = [
-    name
-    for name, library in {"test_titan.py": "torchtitan", "test_pipeline_mesh.py": "monarch"}.items()
-    if not find_spec(library)
-]
+_NEEDS = {
+    "test_titan.py": "torchtitan",
+    "test_titan_quickstart.py": "monarch",
+    "test_pipeline_mesh.py": "monarch",
+}
+collect_ignore = [name for name, library in _NEEDS.items() if not find_spec(library)]
 """Tests of the extra `titan` are there where it is installed."""
 
 PATIENT = [HealthCheck.too_slow]
