@@ -10,6 +10,7 @@ from .resolve import ResolvedPipeline
 def check_options(pipeline: ResolvedPipeline) -> None:
     """Refuse options that contradict each other, or could have no effect. Raises `ConfigError`."""
     _check_late_options(pipeline)
+    _check_group_size(pipeline)
     _check_engines(pipeline)
     _check_judging(pipeline)
     _check_transport(pipeline)
@@ -34,6 +35,22 @@ def _check_late_options(pipeline: ResolvedPipeline) -> None:
             code=RunErrorCode.WRONG_TYPE,
             remedy="Set pipeline.late_steps to at least 1, or staleness_policy to drop or admit.",
         )
+
+
+def _check_group_size(pipeline: ResolvedPipeline) -> None:
+    """Refuse groups that an algorithm with `min_group_size` drops one and all. Raises
+    `ConfigError`."""
+    for train in pipeline.by_role("train"):
+        algorithm = train.components["algorithm"]
+        least = getattr(algorithm.config, "min_group_size", 1)
+        for node in pipeline.by_role("rollout"):
+            if node.options.group_size < least:
+                raise ConfigError(
+                    f"{node.name}.group_size must be at least {least}, got "
+                    f"{node.options.group_size}: {train.name}.algorithm {algorithm.name!r} drops "
+                    "smaller groups (min_group_size).",
+                    code=RunErrorCode.WRONG_TYPE,
+                )
 
 
 def _check_engines(pipeline: ResolvedPipeline) -> None:

@@ -146,7 +146,6 @@ def resolve(
     nodes = {
         spec.name: _node(plugins, spec, _table(overlay, spec.name)) for spec in pipeline.graph.nodes
     }
-    _check_group_size(nodes)
     trackers = _trackers(plugins, pipeline.trackers, _table(overlay, "trackers"))
     guard = _component(plugins, "guard", pipeline.guard, _table(overlay, "guard"), path="guard")
     return ResolvedPipeline(
@@ -160,23 +159,6 @@ def resolve(
         guard=guard,
         config=_plain(options, model, nodes, trackers, executor, planners, guard),
     )
-
-
-def _check_group_size(nodes: Mapping[str, ResolvedNode]) -> None:
-    """Refuse groups that an algorithm with `min_group_size` drops one and all."""
-    trained = [node for node in nodes.values() if node.spec.role == "train"]
-    drawn = [node for node in nodes.values() if node.spec.role == "rollout"]
-    for train in trained:
-        algorithm = train.components["algorithm"]
-        least = getattr(algorithm.config, "min_group_size", 1)
-        for node in drawn:
-            if node.options.group_size < least:
-                raise ConfigError(
-                    f"{node.name}.group_size must be at least {least}, got "
-                    f"{node.options.group_size}: {train.name}.algorithm {algorithm.name!r} drops "
-                    "smaller groups (min_group_size).",
-                    code=RunErrorCode.WRONG_TYPE,
-                )
 
 
 def _executor(plugins: Plugins, name: str, tables: Mapping[str, Any]) -> ResolvedComponent:

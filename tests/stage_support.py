@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from deltaloom.orchestrator.errors import DeadlineError
 from deltaloom.orchestrator.interfaces import Model
 from deltaloom.orchestrator.replay import same_state
+from deltaloom.orchestrator.types import TrainBatch
 from deltaloom.plugins.algorithms.grpo import GRPO, GRPOConfig
 from deltaloom.plugins.optimizers.nesterov_delay import NesterovDelay, NesterovDelayConfig
 from deltaloom.plugins.pipeline.options import AsyncPipelineConfig
@@ -17,6 +22,7 @@ from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 from .rl_support import policy_bytes, small_model
 from .run_support import tiny_pipeline
 from .stage_models import FailingConfig, FailingTransformer
+from .titan_support import is_running
 
 MODEL = small_model(num_layers=3)
 OPTIONS: dict[str, Any] = {
@@ -56,6 +62,38 @@ def failing(how: str, folder: Path, **options: Any) -> FailingTransformer:
     return FailingTransformer(
         FailingConfig(**{**sizes, "how": how, "mark": str(folder / "mark"), **options})
     )
+
+
+def assert_hang_is_named(
+    stages: str,
+    batch: TrainBatch,
+    folder: Path,
+    *,
+    pids: Callable[[AsyncPipelineTrainer], list[int]],
+    how: str,
+    deadline_seconds: float,
+) -> None:
+    """A stage that nobody waits for is given twice the deadline, named and ended."""
+    model = failing(how, folder, stage=0)
+    options: dict[str, Any] = {"num_stages": 1, "deadline_seconds": deadline_seconds}
+    with trainer_in(stages, model=model, **options) as trainer:
+        (pid,) = pids(trainer)
+        seconds = f"{2 * deadline_seconds:g}"
+        waited = rf"waited {seconds} s for stage 0 \(process {pid} on host .+\) during train"
+        with pytest.raises(DeadlineError, match=waited):
+            trainer.train_step(batch)
+        assert not is_running(pid)
+
+
+def assert_slow_step_goes_on(stages: str, batch: TrainBatch, folder: Path) -> None:
+    """Six operations of half a second each, which together take longer than is waited for one."""
+    deadline_seconds = 1.25
+    model = failing("slow", folder, stage=0)
+    options: dict[str, Any] = {"num_stages": 1, "deadline_seconds": deadline_seconds}
+    with trainer_in(stages, model=model, **options) as trainer:
+        began = time.monotonic()
+        assert trainer.train_step(batch)["tokens"] > 0
+        assert time.monotonic() - began > 2 * deadline_seconds
 
 
 TRAIN = (

@@ -120,7 +120,8 @@ def test_a_function_that_cannot_be_called_as_its_node_does_is_refused(
 
 
 def test_a_function_of_any_arguments_can_be_called() -> None:
-    Pipeline(source(dict, to="prompts"), node(same, "prompts", to="more", kind="prompts"))
+    made = Pipeline(source(dict, to="prompts"), node(same, "prompts", to="more", kind="prompts"))
+    assert [spec.functions for spec in made.graph.nodes] == [(dict,), (same,)]
 
 
 def test_a_cycle_is_told_node_by_node() -> None:

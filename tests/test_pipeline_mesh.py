@@ -19,7 +19,15 @@ from deltaloom.plugins.pipeline.trainer import AsyncPipelineTrainer
 from .resume_support import start
 from .rl_support import sampled_batch, small_model
 from .run_support import deltaloom, stop
-from .stage_support import MODEL, assert_same, failing, staged_pipeline, trainer_in
+from .stage_support import (
+    MODEL,
+    assert_hang_is_named,
+    assert_same,
+    assert_slow_step_goes_on,
+    failing,
+    staged_pipeline,
+    trainer_in,
+)
 from .titan_support import is_running, monarch_hosts
 
 pytestmark = [
@@ -105,22 +113,13 @@ def test_a_wait_for_a_stage_that_stands_still_expires(batches: Sequence[TrainBat
 def test_a_stage_that_hangs_while_none_waits_for_it_is_named(
     batches: Sequence[TrainBatch], tmp_path: Path, how: str
 ) -> None:
-    model = failing(how, tmp_path, stage=0)
-    with trainer_in("monarch", num_stages=1, model=model, deadline_seconds=3.0) as trainer:
-        (pid,) = pids(trainer)
-        waited = rf"waited 6 s for stage 0 \(process {pid} on host .+\) during train"
-        with pytest.raises(DeadlineError, match=waited):
-            trainer.train_step(batches[0])
-        assert not is_running(pid)
+    assert_hang_is_named("monarch", batches[0], tmp_path, pids=pids, how=how, deadline_seconds=3.0)
 
 
 def test_a_step_that_takes_longer_than_any_deadline_goes_on_while_it_gets_on(
     batches: Sequence[TrainBatch], tmp_path: Path
 ) -> None:
-    """Six operations of half a second each."""
-    model = failing("slow", tmp_path, stage=0)
-    with trainer_in("monarch", num_stages=1, model=model, deadline_seconds=1.25) as trainer:
-        trainer.train_step(batches[0])
+    assert_slow_step_goes_on("monarch", batches[0], tmp_path)
 
 
 def test_a_run_in_stages_on_other_hosts_is_the_run_in_threads(tmp_path: Path) -> None:

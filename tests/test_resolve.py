@@ -10,6 +10,7 @@ from deltaloom.orchestrator import Pipeline, options, publish, rollout, score, s
 from deltaloom.orchestrator.config import field_names, load_overlays
 from deltaloom.orchestrator.errors import ConfigError, PluginError
 from deltaloom.orchestrator.other_names import OTHER_NAMES
+from deltaloom.orchestrator.plan import make_plan
 from deltaloom.orchestrator.plugin_manager import create_plugins
 from deltaloom.orchestrator.resolve import ResolvedPipeline, resolve
 
@@ -140,6 +141,6 @@ def test_the_resolved_configuration_is_complete() -> None:
 
 def test_groups_too_small_for_the_algorithm_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.group_size must be at least 2, got 1"):
-        make("rollout.group_size=1")
-    assert make("rollout.group_size=1", "train.min_group_size=1").options.steps == 5
-    assert make("rollout.group_size=1", "train.algorithm=reinforce").options.steps == 5
+        make_plan(make("rollout.group_size=1"), create_plugins())
+    for sound in ("train.min_group_size=1", "train.algorithm=reinforce"):
+        make_plan(make("rollout.group_size=1", sound), create_plugins())

@@ -103,7 +103,8 @@ def test_the_next_address_is_tried_when_one_refuses(monkeypatch: pytest.MonkeyPa
         free = other.getsockname()
         other.close()
         monkeypatch.setattr(socket, "getaddrinfo", resolving([free, listener.getsockname()]))
-        connect("trainer-0", 1, timeout_seconds=30.0).close()
+        with connect("trainer-0", 1, timeout_seconds=30.0) as link:
+            assert link.getpeername() == listener.getsockname()
 
 
 def test_the_next_address_is_tried_when_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,8 @@ def test_the_next_address_is_tried_when_one_is_silent(monkeypatch: pytest.Monkey
             link.connect_ex(full.getsockname())
         addresses = [full.getsockname(), listener.getsockname()]
         monkeypatch.setattr(socket, "getaddrinfo", resolving(addresses))
-        connect("trainer-0", 1, timeout_seconds=4.0).close()
+        with connect("trainer-0", 1, timeout_seconds=4.0) as link:
+            assert link.getpeername() == listener.getsockname()
         for link in waiting:
             link.close()
 

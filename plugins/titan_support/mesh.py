@@ -9,8 +9,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from ...orchestrator.errors import RunErrorCode, TaskError
-from .._monarch import ActorProcesses, last_line
-from .._monarch import Hosts as Hosts
+from .._monarch import ActorProcesses, Hosts, last_line
 
 if TYPE_CHECKING:
     from .rank import Identity, RankSetup

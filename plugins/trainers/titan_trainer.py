@@ -117,7 +117,8 @@ class TitanTrainer(TorchTrainer):
         model without one, and under tensor parallelism for tied embeddings and models that
         torchtitan lacks.
         """
-        from ..titan_support.mesh import Hosts, RankMesh
+        from .._monarch import Hosts
+        from ..titan_support.mesh import RankMesh
 
         if self._config.tensor_parallel > 1:
             self._check_tensor_parallel()
