@@ -87,6 +87,18 @@ def effects(config_type: type[Any]) -> Tree:
     return {field.name: field.metadata.get(_EFFECT, "bits") for field in fields}
 
 
+def without_nothing(tree: Mapping[str, Any], decides: Mapping[str, Any]) -> Tree:
+    """The tree less the leaves that decide nothing; `decides` has its form."""
+    kept: Tree = {}
+    for key, value in tree.items():
+        effect = decides.get(key)
+        if isinstance(value, Mapping) and isinstance(effect, Mapping):
+            kept[key] = without_nothing(value, effect)
+        elif effect != "nothing":
+            kept[key] = value
+    return kept
+
+
 def default_values(config_type: type[Any]) -> Tree:
     """The plain values of the fields that have a default."""
     values: Tree = {}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..storage.errors import NotFoundError
 from .background import BackgroundThread
-from .config import differences, effects
+from .config import effects
 from .errors import DeadlineError, RunError, RunErrorCode, TaskError, boundary
 from .inspect import last_json_line
 from .resolve import ResolvedNode, ResolvedPipeline
 from .run_dir import RunDir
-from .sameness import aligned, as_recorded, makes_the_run_of
+from .sameness import aligned, changes_of
 from .seeds import derive_seed
 from .wire import prompt_digest
 from .worker import check_prompts
@@ -30,13 +30,12 @@ MAX_CHECKED_STEPS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedConfig:
-    """The options that versions were made with, their digest, and the environment then.
+    """The options that versions were made with, and the environment then.
 
     `version` is the one that recorded them.
     """
 
     config: Mapping[str, Any]
-    digest: str
     environment: Mapping[str, Any]
     version: int
 
@@ -62,7 +61,6 @@ def recorded_config(repository: PolicyRepository, info: CommitInfo) -> RecordedC
             attributes = ancestor.attributes
             return RecordedConfig(
                 config=attributes["config"],
-                digest=attributes["config_digest"],
                 environment=attributes["environment"],
                 version=ancestor.version,
             )
@@ -91,16 +89,15 @@ def recorded_overlay(pipeline: ResolvedPipeline, config: Mapping[str, Any]) -> M
 
 def check_same_options(
     config: Mapping[str, Any],
-    digest: str,
     pipeline: ResolvedPipeline,
     *,
     run_dir: str,
     branch: str,
 ) -> None:
     """Refuse to go on with options that would have made another run. Raises `RunError`."""
-    if makes_the_run_of(pipeline, config, digest=digest):
+    changed = changes_of(pipeline, config)
+    if not changed:
         return
-    changed = differences(config, as_recorded(pipeline, config))
     raise RunError(
         f"the pipeline of branch {branch!r} of {run_dir!r} has changed since its last version: "
         f"{'; '.join(changed)}.",

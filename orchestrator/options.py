@@ -28,7 +28,7 @@ def check_least(options: Any, **least: float) -> None:
 class PipelineOptions:
     """Run-wide options; `[pipeline]` in TOML."""
 
-    steps: int = 100
+    steps: int = option(100, decides="nothing")
     """Training steps, and so policy versions beyond v0."""
     seed: int = 0
     """Root of every random decision of the run."""
@@ -42,29 +42,29 @@ class PipelineOptions:
     staleness_policy: Literal["wait", "drop", "admit"] = "wait"
     """What becomes of groups that would be too stale: training waits for them in time, or goes on
     and drops them when they come, or admits them all the same."""
-    workers: int = 2
+    workers: int = option(2, decides="nothing")
     """Rollout worker processes."""
-    executor: str = "local"
+    executor: str = option("local", decides="nothing")
     """Executor plugin that runs rollout, score and function tasks."""
-    fusion: tuple[str, ...] = ()
+    fusion: tuple[str, ...] = option((), decides="nothing")
     """Fusion planners that may rewrite the plan, by plugin name; each has its options in
     `[fusion.NAME]`. What is computed stays the same, bit for bit."""
     worker_threads: int = 1
     """Compute threads of each worker; part of what makes rollouts reproducible."""
     trainer_threads: int = 1
     """Compute threads of the trainer; part of what makes training reproducible."""
-    max_attempts: int = 3
+    max_attempts: int = option(3, decides="nothing")
     """Tries of a task whose worker died or hung before it counts as poison."""
     max_empty_steps: int = option(3, decides="nothing")
     """Consecutive steps that may train on nothing before the run stops."""
-    stall_seconds: float = 600.0
+    stall_seconds: float = option(600.0, decides="nothing")
     """Longest the run may make no progress at all before it stops with a report of waits."""
-    store_bytes_per_second: float = 0.0
+    store_bytes_per_second: float = option(0.0, decides="nothing")
     """Most that each process, the trainer's and every worker's, moves to and from the store; 0
     for no limit."""
-    store_max_tries: int = 5
+    store_max_tries: int = option(5, decides="nothing")
     """Tries of one request to the store while it is unavailable, with growing pauses between."""
-    weights_cache: str = ""
+    weights_cache: str = option("", decides="nothing")
     """Folder in which the workers of a machine share what they have downloaded, so that an
     interrupted download goes on and a second worker fetches nothing; empty for none."""
 
@@ -265,11 +265,11 @@ class PublishOptions:
     that join late, stored where it is smaller than they are; 0 for none."""
     state_every: int = option(10, decides="nothing")
     """Versions between copies of the trainer's state; those between are rebuilt by replay."""
-    transport: Literal["store", "direct"] = "store"
+    transport: Literal["store", "direct"] = option("store", decides="nothing")
     """How versions reach workers: through the store, or directly from the process that publishes
     them, with the store for whatever cannot be had so. Every version is committed either way, and
     the run is the same, bit for bit."""
-    direct_host: str = ""
+    direct_host: str = option("", decides="nothing")
     """With `transport="direct"`: name or address, IPv4 or IPv6, by which workers reach the
     trainer's machine; empty for the one that it finds by itself."""
     timeout_seconds: float = option(600.0, decides="nothing")

@@ -18,20 +18,8 @@ from .graph import RESERVED_NAMES, Graph
 from .options import PipelineOptions
 from .plugin_manager import Plugins
 
-_OPERATIONAL: Final = (
-    "steps",
-    "workers",
-    "executor",
-    "fusion",
-    "stall_seconds",
-    "max_attempts",
-    "store_bytes_per_second",
-    "store_max_tries",
-    "weights_cache",
-)
-"""Options of the pipeline that no result depends on."""
-_TRANSPORT: Final = ("transport", "direct_host")
-"""Such options of publish nodes."""
+_APART: Final = ("trackers", "executor", "fusion", "guard")
+"""Sections of which no result depends on any option, beside evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +69,14 @@ class ResolvedPipeline:
     @property
     def config_digest(self) -> str:
         """Digest of the options that decide what is computed: not which workers compute it."""
-        return self.digest_of(self.config)
+        text = config.canonical_json(self.deciding(self.config))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def digest_of(self, tree: Mapping[str, Any]) -> str:
-        """The digest of another configuration of the same nodes, in the form of `config`."""
-        plain = {key: dict(value) for key, value in tree.items()}
-        for key in _OPERATIONAL:
-            plain["pipeline"].pop(key, None)
-        for node in self.by_role("publish"):
-            for key in _TRANSPORT:
-                plain[node.name].pop(key, None)
-        evaluations = (node.name for node in self.by_role("evaluate"))
-        for section in ("trackers", "executor", "fusion", "guard", *evaluations):
-            plain.pop(section, None)
-        return hashlib.blake2b(config.canonical_json(plain).encode(), digest_size=16).hexdigest()
+    def deciding(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Of options in the form of `config`, those that decide what is computed."""
+        apart = {*_APART, *(node.name for node in self.by_role("evaluate"))}
+        kept = {key: value for key, value in tree.items() if key not in apart}
+        return config.without_nothing(kept, self.by_option(config.effects))
 
     def by_option(self, about: Callable[[type[Any]], dict[str, Any]]) -> Mapping[str, Any]:
         """What is said of the fields of every dataclass of options, in the form of `config`."""

@@ -439,14 +439,11 @@ class _Resumption:
         `pending` is a fork that has no version yet.
         """
         check_cursor(head)
-        config, digest = recorded.config, recorded.digest
-        if pending is not None:
-            config, digest = pending["config"], pending["config_digest"]
-        moved = rounds_otherwise_than(prepared.pipeline, config, digest=digest)
+        config = recorded.config if pending is None else pending["config"]
+        moved = rounds_otherwise_than(prepared.pipeline, config)
         if not moved:
             check_same_options(
                 config,
-                digest,
                 prepared.pipeline,
                 run_dir=str(self._path),
                 branch=prepared.manifest.branch,

@@ -5,58 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .config import Effect, Tree, default_values, effects
+from .config import Effect, Tree, default_values, differences, effects
 from .resolve import ResolvedPipeline
 
 
-def as_recorded(
+def changes_of(
     pipeline: ResolvedPipeline,
     recorded: Mapping[str, Any],
     *,
-    taking: Sequence[Effect] = ("nothing",),
-) -> Tree:
-    """The pipeline's options with what does not matter as it is in the recorded ones.
+    but: Sequence[Effect] = (),
+) -> list[str]:
+    """What the pipeline's options decide otherwise than the recorded ones, as `key: old -> new`.
 
-    Options that decide what `taking` names have their recorded values. Those that the recorded
-    ones do not know, and which are at their default, are left out: the default is to do what was
-    done without them.
+    Left out are options that decide nothing, or what `but` names, and those that came later and
+    are at their default: that is to do what was done without them.
     """
-    return aligned(
+    now = aligned(
         pipeline.config,
         recorded,
         defaults=pipeline.by_option(default_values),
         decides=pipeline.by_option(effects),
-        taking=taking,
+        taking=but,
     )
+    return differences(pipeline.deciding(recorded), pipeline.deciding(now))
 
 
-def makes_the_run_of(
-    pipeline: ResolvedPipeline, recorded: Mapping[str, Any], *, digest: str
-) -> bool:
-    """Whether the pipeline computes what the recorded options, of this digest, did, to the bit."""
-    found = pipeline.config_digest, pipeline.digest_of(as_recorded(pipeline, recorded))
-    return digest in found
+def makes_the_run_of(pipeline: ResolvedPipeline, recorded: Mapping[str, Any]) -> bool:
+    """Whether the pipeline computes what the recorded options did, to the bit."""
+    return not changes_of(pipeline, recorded)
 
 
-def results_digest(pipeline: ResolvedPipeline) -> str:
-    """Digest of the options that decide what tasks compute, to the bit."""
-    tree = aligned(
-        pipeline.config,
-        {},
-        defaults={},
-        decides=pipeline.by_option(effects),
-        taking=("nothing",),
-    )
-    return pipeline.digest_of(tree)
-
-
-def rounds_otherwise_than(
-    pipeline: ResolvedPipeline, recorded: Mapping[str, Any], *, digest: str
-) -> bool:
+def rounds_otherwise_than(pipeline: ResolvedPipeline, recorded: Mapping[str, Any]) -> bool:
     """Whether it computes the same up to rounding, but not to the bit."""
-    alike = as_recorded(pipeline, recorded, taking=("nothing", "rounding"))
-    is_alike = pipeline.digest_of(alike) == digest
-    return is_alike and not makes_the_run_of(pipeline, recorded, digest=digest)
+    is_alike = not changes_of(pipeline, recorded, but=["rounding"])
+    return is_alike and not makes_the_run_of(pipeline, recorded)
 
 
 def aligned(
@@ -67,7 +49,11 @@ def aligned(
     decides: Mapping[str, Any],
     taking: Sequence[Effect],
 ) -> Tree:
-    """See `as_recorded`, for trees of one form."""
+    """The tree `now`, with the leaves that decide what `taking` names as they are in `recorded`.
+
+    All trees have one form. Left out are leaves that `recorded` does not know, if they are at their
+    default or would have been taken.
+    """
     kept: Tree = {}
     for key, value in now.items():
         if isinstance(value, Mapping) and isinstance(decides.get(key), Mapping):

@@ -30,7 +30,7 @@ from .replay import Divergence, build_trainer, replay
 from .resolve import ResolvedPipeline, resolve
 from .roles import Halt, Observer, TrainingRole
 from .run_dir import RunDir, RunManifest
-from .sameness import makes_the_run_of, results_digest
+from .sameness import makes_the_run_of
 from .slices import SliceProgress, SliceWriter, read_progress, slice_summary
 from .spool import ResultSpool, spool_identity
 from .task_state import TaskState
@@ -183,7 +183,7 @@ class Session:
         """
         self._workers.call()
         trainer, algorithm = build_trainer(self._pipeline)
-        if makes_the_run_of(self._pipeline, recorded.config, digest=recorded.digest):
+        if makes_the_run_of(self._pipeline, recorded.config):
             divergence = self._replay(trainer, info)
         else:
             before, _ = build_trainer(self._pipeline_of(recorded))
@@ -426,7 +426,7 @@ class Session:
         if not self._prepared.plan.template.trains:
             return None
         source = Path(self._prepared.manifest.pipeline_path).read_text(encoding="utf-8")
-        config = results_digest(self._pipeline) + self._pipeline.evaluation_config
+        config = self._pipeline.config_digest + self._pipeline.evaluation_config
         identity = spool_identity(config, source)
         return ResultSpool(self._run_dir.spool, identity=identity, say=self._say)
 
